@@ -187,8 +187,8 @@ class BatchFetcher(Closing):
         return batch
 
     def _place(self, entry: BatchIndexEntry) -> Place:
-        """Topic and partition of a batch, which may belong to another run that was split into this one."""
-        return topic_name(entry.run or self._run, "batches"), entry.partition
+        """Topic and partition of a batch."""
+        return topic_name(self._run, "batches"), entry.partition
 
     def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
         """Raise TopicError unless a batch has the digest in the index."""

@@ -33,8 +33,10 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Change a run": {
         "steer": ("", "a run while it runs: its processes, environments, end, exclusions, learners"),
-        "fork": ("tools.fork", "start another learner from a recorded step, with other settings, on the same batches"),
-        "split": ("tools.split", "continue a run as another run with a different number of partitions"),
+        "fork": (
+            "tools.fork",
+            "start from a recorded step: a learner on the same batches, or a run with another number of partitions",
+        ),
         "weights": ("tools.weights", "policy versions: list, show, pull, export, verify, compare, roll back"),
         "dlq": ("tools.dlq", "dead letters: ls, show, redrive"),
         "prune": ("tools.prune", "delete what recovery, verification and learners no longer need"),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED, fate_and_reason
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, fate_and_reason
 
 
 @dataclass
@@ -22,8 +22,6 @@ class RecordCounts:
     """Dropped rollouts by reason."""
     dead_lettered: int = 0
     control: int = 0
-    moved: int = 0
-    """Records moved to the run's successor, if the run was split."""
     in_flight: int = 0
     """Records read by grouping that have no fate yet."""
     unread: int = 0
@@ -35,11 +33,10 @@ class RecordCounts:
         self.dead_lettered = fates.get(DEAD_LETTERED, 0)
         self.control = fates.get(CONTROL, 0)
         named = [(*fate_and_reason(counted), count) for counted, count in sorted(fates.items())]
-        self.moved = sum(count for fate, _reason, count in named if fate == MOVED)
         self.dropped = {reason: count for fate, reason, count in named if fate == DROPPED}
 
     @property
     def placed(self) -> int:
         """Number of records in any place; equals `produced` if the counts are right."""
-        ended = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control + self.moved
+        ended = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
         return ended + self.in_flight + self.unread

@@ -137,8 +137,8 @@ def _check_number(kafka: KafkaConfig, run: str, role: str, number: object) -> No
         )
     if number > most:
         why = (
-            f"topic {run}.rollouts has {most} partitions, each read by one process; `rollstream split` gives "
-            "a run more partitions"
+            f"topic {run}.rollouts has {most} partitions, each read by one process; `rollstream fork "
+            "--partitions` starts a run with more"
             if role == GROUP
             else f"at most {most} processes are started on a machine"
         )

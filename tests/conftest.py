@@ -22,9 +22,9 @@ FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
     *("task_demos", "faults", "network", "compose_faults", "killed_commands", "killed_roles", "bench_smoke", "demo"),
-    *("learner", "compose_run", "learner_team", "agent_example", "steered_run", "split_roles", "ledger_forms"),
+    *("learner", "compose_run", "learner_team", "agent_example", "steered_run", "ledger_forms"),
     *("learner_team_weights", "flooded_topics", "schema_registry", "runbook", "lineage_growth", "adoption"),
-    *("environment_run", "ledger_losses", "live_ledger", "split", "tools", "page", "stranded_clients"),
+    *("environment_run", "ledger_losses", "live_ledger", "fork", "tools", "page", "stranded_clients"),
     *("long_outage", "flood"),
     *("inference_server", "hostile_topics", "local_broker", "application_image", "hanging", "gateway_chat"),
     *("interruption", "retrain", "replay", "kafka_container", "commands", "foreign_trainer"),

@@ -249,7 +249,6 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "RetiredLearner",
             "ForkedLearner",
             "MixtureState",
-            "RunSplit",
             "DesiredProcesses",
             "EvaluationRequest",
             "StopRequest",
@@ -262,7 +261,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("env", "group", TOOLS),
         readers=("learn", "infer", "serve-weights", "group", *_FOLLOW_PROGRESS, "label", "eval", "collect", TOOLS),
         doc="Decisions about a run: excluded batches, skipped records, paused partitions, retired and forked learners, "
-        "mixture states, splits, and requests of operators.",
+        "mixture states, and requests of operators.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

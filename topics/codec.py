@@ -55,7 +55,6 @@ RECORD_TYPES: tuple[type, ...] = (
     records.RetiredLearner,
     records.ForkedLearner,
     records.MixtureState,
-    records.RunSplit,
     records.DesiredProcesses,
     records.EvaluationRequest,
     records.StopRequest,

@@ -6,16 +6,12 @@ dropped records by fate and reason, for example `dropped:late`.
 
 from typing import Literal, get_args
 
-Fate = Literal["batched", "dropped", "dead_lettered", "control", "moved"]
+Fate = Literal["batched", "dropped", "dead_lettered", "control"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 BATCHED: Fate = "batched"
 DROPPED: Fate = "dropped"
 DEAD_LETTERED: Fate = "dead_lettered"
 CONTROL: Fate = "control"
-MOVED: Fate = "moved"
-"""The run was split, and its successor has a copy of the record."""
-MOVED_CONTROL = "moved:control"
-"""Name under which the journal counts cancellations that were moved, separately from rollouts."""
 
 READ = "read"
 """Name under which the journal counts every record read, whatever its fate, except valid marks and cancellations."""

@@ -108,7 +108,7 @@ class GroupingTestDriver:
         self.pipe(Mark(kind="policy_version", policy_version=version))
 
     def drain(self) -> None:
-        """Cut batches of all rollouts that the batch maker holds, however few, with a drain mark."""
+        """With a drain mark, cut batches of all rollouts that the batch maker holds, and drop the open groups."""
         self.pipe(Mark(kind="drain"))
 
     def skip(self, offset: int, reason: str) -> None:

@@ -18,7 +18,6 @@ from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
-from rollstream.topics.run_splits import moved_from
 
 logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
@@ -27,13 +26,12 @@ _PLACE = ("topic", "partition", "offset")
 
 
 def source_of(message: KafkaRecord) -> tuple[int, int] | None:
-    """Return the place of a labeled record's source in `unlabelled`; None if the record was not labeled in this run.
+    """Return the place of a labeled record's source in `unlabelled`; None if the record was not labeled.
 
     The place is a partition and an offset. Raises RecordError if the header does not hold both.
     """
     source = dict(message.header_pairs()).get(SOURCE)
-    # A copy that `split` moved keeps the header, which names an offset of the run that it was labeled in.
-    if source is None or moved_from(message) is not None:
+    if source is None:
         return None
     text = source.decode(errors="replace")
     first, _, second = text.partition(":")
@@ -99,7 +97,7 @@ def _labeled(kafka: KafkaConfig, run: str) -> str:
     for name in ("trajectories", "rollouts"):
         for message in read_to_end(kafka, topic_name(run, name)):
             source = message.header(SOURCE)
-            if source is not None and moved_from(message) is None:
+            if source is not None:
                 return source
     return ""
 

@@ -88,26 +88,24 @@ class StepFeed:
         """Traces of some rollouts that the step trained on; the choice is the same whenever the step is read."""
         rows = [(offset, row) for offset, numbers in trained_rows(step.uses).items() for row in numbers]
         draws = generator_at(crc32(step.learner.encode()), step.step).random(len(rows)).argsort()[: self._most]
-        batches: dict[int, tuple[str, TrainingBatch] | None] = {}
+        batches: dict[int, TrainingBatch | None] = {}
         for draw in sorted(draws.tolist()):
             offset, row = rows[draw]
             if offset not in batches:
                 batches[offset] = self._batch(step.input_run, offset)
             batch = batches[offset]
-            rollout = self._rollout(*batch, row) if batch is not None else None
+            rollout = self._rollout(step.input_run, batch, row) if batch is not None else None
             if rollout is None:
                 self.missing_rollouts += 1
             else:
                 yield trace_of(rollout, step, self._run)
 
-    def _batch(self, run: str, index_offset: int) -> tuple[str, TrainingBatch] | None:
-        """The batch at an offset of the index, and the run that holds it."""
+    def _batch(self, run: str, index_offset: int) -> TrainingBatch | None:
+        """The batch at an offset of the index."""
         entry = self._decoded(BatchIndexEntry, self._log.record(run, "batch-index", 0, index_offset))
         if entry is None:
             return None
-        held_by = entry.run or run
-        batch = self._decoded(TrainingBatch, self._log.record(held_by, "batches", entry.partition, entry.offset))
-        return None if batch is None else (held_by, batch)
+        return self._decoded(TrainingBatch, self._log.record(run, "batches", entry.partition, entry.offset))
 
     def _rollout(self, run: str, batch: TrainingBatch, row: int) -> BatchedRollout | None:
         if row >= len(batch):

@@ -58,8 +58,6 @@ class PartitionJournal:
         self.base_batches = 0
         self.batches = 0
         """Number of the next batch."""
-        self.first_batch = 0
-        """Number of the first batch; above 0 in the successor of a run that was split."""
         self.leader_epochs: dict[int, int] = {}
         """By offset, the leader epoch of the last record that each transaction read, until it has been compared."""
         self.topic_id = ""
@@ -82,7 +80,7 @@ class PartitionJournal:
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        names = ("number", "sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id")
+        names = ("number", "sequence", "position", "base", "base_batches", "batches", "topic_id")
         return {
             **{name: getattr(self, name) for name in names},
             "base_counts": _plain(self.base_counts),
@@ -102,7 +100,7 @@ class PartitionJournal:
     def of(cls, state: dict[str, Any]) -> "PartitionJournal":
         """Return the journal of a saved state."""
         journal = cls(state["number"])
-        for name in ("sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id"):
+        for name in ("sequence", "position", "base", "base_batches", "batches", "topic_id"):
             setattr(journal, name, state[name])
         journal.base_counts = _counts_of(state["base_counts"])
         journal.leader_epochs = dict(state["leader_epochs"])
@@ -148,7 +146,7 @@ class PartitionJournal:
             self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
             self.base = 0
-            self.first_batch = self.base_batches = record.batch_number
+            self.base_batches = record.batch_number
         self._joining = (record.snapshot and record.part == 0 and self.base < 0) or (self._joining and record.part > 0)
         if self._joining:
             self._begin(record)

@@ -309,7 +309,7 @@ class PlaceIndex(Closing):
 
     def _entry(self, message: KafkaRecord) -> None:
         entry = self._skipped_of(message).decode(BatchIndexEntry, message)
-        if entry is None or entry.run:
+        if entry is None:
             return
         problems = entry_problems(entry)
         if entry.partition >= self._partitions:

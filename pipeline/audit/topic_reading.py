@@ -21,12 +21,10 @@ Index = dict[str, tuple[int, BatchIndexEntry]]
 
 
 def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
-    """Read the index entries of a run's own batches. If a batch has two entries, the first counts."""
+    """Read the index entries of a run. If a batch has two entries, the first counts."""
     index: Index = {}
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
     for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
-        if entry.run:
-            continue
         with skipped.passing(message):
             _refuse(entry_problems(entry))
             if entry.partition >= partitions:
@@ -35,16 +33,6 @@ def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
                 raise RecordError(f"batch {entry.batch_id} has an entry already, at offset {index[entry.batch_id][0]}")
             index[entry.batch_id] = (message.offset, entry)
     return index
-
-
-def read_carried_entries(kafka: KafkaConfig, run: str) -> Index:
-    """Read the index entries of batches that a split carried over to a run; `entry.run` names the run that holds each
-    batch. Entries that cannot be read are left to `read_index`, which counts them."""
-    skipped, carried = SkippedRecords(logged=False), Index()
-    for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
-        if entry.run and not entry_problems(entry):
-            carried.setdefault(entry.batch_id, (message.offset, entry))
-    return carried
 
 
 def read_batches(

@@ -177,7 +177,7 @@ def _ledger(facts: RunFacts) -> str:
         places = dict(facts.fates)
         note = "Counts from the index of the archive; a proof needs the topics."
     else:
-        names = ("batched", "dropped", "dead_lettered", "control", "moved", "in_flight", "unread")
+        names = ("batched", "dropped", "dead_lettered", "control", "in_flight", "unread")
         places = {n: sum(book[n].values()) if n == "dropped" else book[n] for n in names}
         note = f"{book['produced']:,} records were produced, {sum(places.values()):,} are in these places."
     problems = "".join(f"<li>{_text(problem)}</li>" for problem in (book or {}).get("problems", ()))

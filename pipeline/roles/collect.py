@@ -1,15 +1,22 @@
 """The role `collect`: one process that plays a control task. To scale, start more processes with the next ordinals."""
 
 import argparse
+import os
+import signal
+import threading
+import time
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.steering_follower import SteeringFollower
 from rollstream.topics.user_code import load_object
+
+_LOOK_S = 1.0
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -21,19 +28,28 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Collect until the player has returned and its trajectories are sent, or until stopped. The exit code is
-    TERMINATED if it was stopped before, unless the run was drained or split."""
+    TERMINATED if it was stopped before, unless the run is being drained."""
     player, stop = player_of(config.collect.player), stop_on_signals()
-    over = end_with_split(config.kafka, config.run, lambda wanted: wanted.draining)
-    done = run_collecting(
-        player,
-        config.kafka,
-        config.run,
-        config.collect,
-        ordinal=args.ordinal,
-        stop=stop,
-        on_ready=announce_ready,
-    )
-    return 0 if done or over.is_set() else TERMINATED
+    wait_for_broker(config.kafka)
+    with SteeringFollower(config.kafka, config.run) as following:
+        threading.Thread(target=_end_when_draining, args=(following,), name="control", daemon=True).start()
+        done = run_collecting(
+            player,
+            config.kafka,
+            config.run,
+            config.collect,
+            ordinal=args.ordinal,
+            stop=stop,
+            on_ready=announce_ready,
+        )
+        return 0 if done or following.state.draining else TERMINATED
+
+
+def _end_when_draining(following: SteeringFollower) -> None:
+    """Stop this process as SIGTERM does, once the run is being drained."""
+    while not following.state.draining:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def player_of(name: str) -> Player:

@@ -12,7 +12,7 @@ from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.metrics_publisher import MetricsPublisher
@@ -35,7 +35,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Produce until stopped, then finish or cancel the groups in flight."""
-    end_with_split(config.kafka, config.run)
+    wait_for_broker(config.kafka)
     run_until_stopped(lambda stop: _work(config, args.ordinal, stop))
     return 0
 

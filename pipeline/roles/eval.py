@@ -7,7 +7,7 @@ from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.evaluator import run_evaluator
 from rollstream.topics.errors import ConfigurationError
@@ -35,7 +35,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError(
             "no environment is evaluated: set environments.N.evaluate to true for one that computes its own rewards"
         )
-    end_with_split(config.kafka, config.run)
+    wait_for_broker(config.kafka)
 
     async def evaluate(stop: asyncio.Event) -> None:
         await run_evaluator(

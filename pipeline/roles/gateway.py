@@ -7,8 +7,8 @@ from dataclasses import replace
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.env import servers_of
-from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.gateway.gateway_process import run_gateway
 
@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve until stopped; any other gateway can continue the sessions that agents have begun."""
-    end_with_split(config.kafka, config.run)
+    wait_for_broker(config.kafka)
     run_until_stopped(lambda stop: _serve(config, args.ordinal, stop))
     return 0
 

@@ -8,7 +8,7 @@ from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
@@ -47,7 +47,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if args.action in ("pause", "resume"):
         return _pause(config, args)
     stop = stop_on_signals()
-    end_with_split(config.kafka, config.run, lambda wanted: wanted.drained)
+    wait_for_broker(config.kafka)
     gc.set_threshold(*COLLECT_AFTER)
     from rollstream.pipeline.run.draining import Drainer
 

@@ -18,7 +18,7 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.inference.chat.selection import chat_template
@@ -148,8 +148,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     config = replace(config, inference=config.inference.replica(args.ordinal))
     tokenizer = tokenizer_of(config.learner)
     template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
-    # When a run is split, workers still need this server to finish their groups.
-    end_with_split(config.kafka, config.run, last=True)
+    wait_for_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
         # Until the server listens there is nothing to drain, so a signal ends it at once.

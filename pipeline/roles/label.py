@@ -8,7 +8,7 @@ from rollstream.consumers.labeling.process import run_labeling
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
@@ -41,8 +41,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError("no labeler is named; give package.module:function, or set labeling.labeler")
     labeler = judge_of(config.labeling) if name == JUDGE else labeler_of(name)
     stop = stop_on_signals()
-    # When a run is split, rollouts that workers have begun are still labeled before they are moved.
-    end_with_split(config.kafka, config.run, last=True)
+    wait_for_broker(config.kafka)
     run_labeling(
         labeler,
         config.kafka,

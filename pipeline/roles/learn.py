@@ -10,7 +10,6 @@ from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.busy_progress import BusyProgress
-from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
@@ -37,11 +36,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step, or until the lead process is stopped, and write a checkpoint. The exit code is
-    TERMINATED after a stop, unless the run was split."""
+    TERMINATED after a stop."""
     check_lengths(config, environments_of(config))
-    over = threading.Event()
-    if args.process == 0:  # the other processes follow this one
-        over = end_with_split(config.kafka, config.run)
     wait_for_broker(config.kafka)
     prepare_jax(config)
     from rollstream.consumers.learner.learner import learn
@@ -67,7 +63,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             on_ready=ready,
             on_progress=progress,
         )
-        stopped = _shared(team, stop.is_set() and not over.is_set())
+        stopped = _shared(team, stop.is_set())
     return TERMINATED if stopped else 0
 
 

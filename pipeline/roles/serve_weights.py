@@ -8,7 +8,7 @@ from pathlib import Path
 from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.following_control import end_with_split
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.metrics_publisher import MetricsPublisher
 
@@ -36,8 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Update the engines until stopped."""
     serving = replace(config.serving, urls=tuple(args.url)) if args.url else config.serving
-    # When a run is split, workers still need the engines to finish their groups.
-    end_with_split(config.kafka, config.run, last=True)
+    wait_for_broker(config.kafka)
     fleet = EngineFleet(
         config.kafka,
         config.run,

@@ -25,7 +25,6 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.display import Display
-from rollstream.pipeline.run.draining import open_groups
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
@@ -46,7 +45,6 @@ from rollstream.topics.steering import DesiredState
 from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
-_MOST_NAMED = 20
 _LINE_S = 10.0
 """Time between progress lines without a terminal; runs may take days."""
 _WITHDRAW = "`rollstream steer stop --withdraw` lets the run go on"
@@ -126,7 +124,7 @@ def _supervise(
             return Steer(following, steered, scaler, say)
 
         watch(config, supervisor, interrupts, steer, page)
-        print(f"run {config.run}: the learner has made its last step{_why(config, following)}", flush=True)
+        print(f"run {config.run}: the learner has made its last step{_why(following)}", flush=True)
 
 
 def _may_end(kind: str, wanted: DesiredState) -> bool:
@@ -134,12 +132,9 @@ def _may_end(kind: str, wanted: DesiredState) -> bool:
     return (kind == ENV and wanted.draining) or (kind == GROUP and wanted.drained)
 
 
-def _why(config: RunConfig, following: SteeringFollower) -> str:
+def _why(following: SteeringFollower) -> str:
     if following.state.drained:
-        left = open_groups(config.kafka, config.run, config.grouper)
-        names = ", ".join(map(str, left[:_MOST_NAMED])) + (", ..." if len(left) > _MOST_NAMED else "")
-        rest = f"incomplete groups remain: {names}" if left else "nothing is in flight"
-        return f", as `rollstream steer stop --drain` asked; {rest}; {_WITHDRAW}"
+        return f", as `rollstream steer stop --drain` asked, with nothing in flight; {_WITHDRAW}"
     last = following.state.last_step
     return "" if last is None else f", as `rollstream steer stop --at-step {last}` asked; {_WITHDRAW}"
 

@@ -207,8 +207,6 @@ def ledger_text(book: Mapping[str, Any]) -> str:
     rows += [
         (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
     ]
-    if book.get("moved") or book.get("successor"):
-        rows.append((f"  moved to {book['successor'].get('run', 'another run')}", book["moved"]))
     verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
     undecided = book.get("undecided", ())
     if undecided and book["balanced"]:

@@ -2,21 +2,21 @@
 
 Workers and gateways follow the same request and begin nothing new, and the learner ends once it has trained on the
 whole index. A drainer waits until no producer has anything open and labelers have read everything. It then makes every
-partition cut its sealed groups until only incomplete groups are left, and records the end on `control`. Any grouping
-process may repeat each of these stages, so a process that is killed during one leaves nothing to undo.
+partition cut its sealed groups and cancel its incomplete ones until nothing is in flight, and records the end on
+`control`. Any grouping process may repeat each of these stages, so a process that is killed during one leaves nothing
+to undo.
 """
 
 import logging
+import os
+import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 from rollstream.consumers.grouping.config import GrouperConfig
-from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.process.mark_writer import drain
-from rollstream.consumers.grouping.process.moving import committed_task
+from rollstream.pipeline.audit.committed_tasks import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, counts
 from rollstream.pipeline.run.component_metrics import GONE_S, ComponentMetrics, NewestMetrics
@@ -24,15 +24,13 @@ from rollstream.pipeline.run.control_run import is_labeling_behind
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.logs import event
-from rollstream.topics.records import DrainRequest, Metrics, Rollout
+from rollstream.topics.records import DrainRequest, Metrics
 from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
@@ -47,26 +45,8 @@ _UNKNOWN_QUIET_S = GONE_S
 """The same time if the metrics of some producers are not known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IncompleteGroup:
-    """A group for which grouping awaits more members, or its policy version."""
-
-    environment: str
-    group: str
-    """Id of the group, or of its example if the group has none."""
-    members: int
-    """Number of its rollouts that are in flight."""
-    size: int
-    """Number of members that it declares."""
-    ahead: bool
-    """Whether its policy version is newer than any that grouping knows."""
-
-    def __str__(self) -> str:
-        return f"{self.environment}/{self.group} ({self.members} of {self.size})"
-
-
 class Drainer(Closing):
-    """Follows requests to drain a run, and drains its grouping."""
+    """Follows requests to drain a run, drains its grouping, and then ends this process as SIGTERM does."""
 
     def __init__(self, config: RunConfig) -> None:
         """Begin to follow requests. Raises BrokerUnavailable."""
@@ -86,6 +66,10 @@ class Drainer(Closing):
             try:
                 if self._wanted:
                     self._drain()
+                if self._following.state.drained:
+                    event(logger, "run_drained", run=self._config.run)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
             except RollstreamError as error:
                 event(logger, "not_drained", level=logging.WARNING, error=str(error), again_in_s=_AGAIN_S)
                 self._closing.wait(_AGAIN_S)
@@ -110,12 +94,11 @@ class Drainer(Closing):
         return not is_labeling_behind(self._config)
 
     def _is_cut(self) -> bool:
-        """Cut the sealed groups; return whether no group that is left waits for its policy version."""
+        """Cut the sealed groups, and cancel the incomplete ones; return whether nothing is in flight then. A sealed
+        group that waits for its policy version is."""
         config = self._config
         drain(config.kafka, config.run, config.grouper)
-        left = open_groups(config.kafka, config.run, config.grouper)
-        event(logger, "sealed_groups_cut", incomplete=[str(group) for group in left if not group.ahead][:20])
-        return not any(group.ahead for group in left)
+        return not is_in_flight(config.kafka, config.run, config.grouper)
 
 
 def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
@@ -126,26 +109,16 @@ def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
 class QuietProducers:
     """Checks, by metrics and by the log, that no producer of rollouts has open work."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        clock: Callable[[], float] = time.monotonic,
-        topics: Sequence[str] = ("rollouts",),
-    ) -> None:
-        """`topics` are those that producers write to."""
+    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
-        self._topics = tuple(topic_name(config.run, name) for name in topics)
-        self._ends: dict[tuple[str, int], int] = {}
+        self._ends: dict[int, int] = {}
         self._since = clock()
 
     def __call__(self) -> bool:
         """Return whether producers are quiet now. Raises TopicError or BrokerUnavailable."""
         kafka, run = self._config.kafka, self._config.run
-        ends = {
-            (topic, partition): end
-            for topic in self._topics
-            for partition, (_begin, end) in topic_admin.bounds(kafka, topic).items()
-        }
+        bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
+        ends = {partition: end for partition, (_begin, end) in bounds.items()}
         if ends != self._ends:
             self._ends, self._since = ends, self._clock()
         components = newest_components(kafka, run)
@@ -182,37 +155,6 @@ def newest_components(kafka: KafkaConfig, run: str) -> tuple[ComponentMetrics, .
     return newest.at(time.time())
 
 
-def open_groups(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[IncompleteGroup]:
-    """Return the groups that are in flight at the committed position of grouping, sorted by name.
-
-    Raises StateRefused as `committed_task` does.
-    """
-    topic = topic_name(run, "rollouts")
-    members: Counter[IncompleteGroup] = Counter()
-    for partition in range(topic_admin.partitions_of(kafka, topic)):
-        members.update(_groups_of(kafka, topic, committed_task(kafka, run, grouper, partition).state))
-    return sorted((replace(group, members=count) for group, count in members.items()), key=str)
-
-
-def _groups_of(kafka: KafkaConfig, topic: str, state: TaskState) -> list[IncompleteGroup]:
-    """Return one group with one member for each rollout in flight."""
-    groups = []
-    unfinished = state.unfinished
-    span = (min(unfinished), max(unfinished) + 1) if unfinished else (0, 0)
-    for message in records_between(kafka, topic, state.partition, *span, state.hopped) if unfinished else ():
-        if message is None or message.offset not in unfinished:
-            continue
-        try:
-            rollout = decode_as(Rollout, message.value)
-        except RecordError:
-            continue
-        groups.append(
-            IncompleteGroup(
-                environment=rollout.environment,
-                group=rollout.group_id or rollout.example_id,
-                members=1,
-                size=rollout.group_size,
-                ahead=rollout.policy_version > state.policy_version,
-            )
-        )
-    return groups
+def is_in_flight(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> bool:
+    """Whether a record that grouping has read has no fate yet. Raises StateRefused as `committed_tasks` does."""
+    return any(task.watermark < task.position for _partition, task in committed_tasks(kafka, run, grouper))

@@ -25,7 +25,6 @@ from rollstream.pipeline.tools.exclusion_marks import (
 )
 from rollstream.pipeline.tools.exclusion_report import (
     ExclusionReport,
-    carried_batches,
     find,
     name_steps,
     tell_learners,
@@ -108,14 +107,9 @@ def put_on_record(
     with RunView(config.kafka, config.run) as view:
         report, generation = find(view, exclusion, partitions), newest(configurations).generation
         if not dry_run:
-            # Before the batches that a split carried over, which this user may be forbidden to read.
             tell_learners(view, report.batches, str(exclusion), generation)
-        carried = carried_batches(view, exclusion)
-        if not dry_run:
-            tell_learners(view, carried, str(exclusion), generation)
         if late is not None:
             raise late
-        report.batches = [*carried, *report.batches]
         name_steps(view, report)
         report.skipped = view.skipped
         return ExclusionOutcome(newest(configurations), report)

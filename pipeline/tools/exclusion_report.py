@@ -3,26 +3,24 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.topic_reading import batch_at, read_batches, read_carried_entries
+from rollstream.pipeline.audit.topic_reading import read_batches
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.pipeline.tools.run_view import RunView
 from rollstream.topics.codec import encode
-from rollstream.topics.errors import AccessDenied, TopicError
 from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import OffsetRange
-from rollstream.topics.records import BatchIndexEntry, ExcludedBatch, Rollout, TrainingBatch
+from rollstream.topics.records import ExcludedBatch, Rollout, TrainingBatch
 
 
 @dataclass
@@ -137,52 +135,6 @@ def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -
             held[batch.batch_id] = summary
     places = {name: place for place, name in enumerate(view.index)}
     return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
-
-
-def carried_batches(view: RunView, exclusion: Exclusion) -> list[dict[str, Any]]:
-    """Find batches with excluded rollouts among those that a split carried over, in index order.
-
-    The runs that were split hold these batches and their rollouts. Excluded offsets do not apply, because they are
-    those of the run's own rollouts. Batches that were deleted are left out, because no learner can read them. Raises
-    AccessDenied if a run that was split cannot be read.
-    """
-    config = replace(exclusion.added_to(GroupingConfig()), exclude_offsets=())
-    if not (config.exclude_environments or config.exclude_workers):
-        return []
-    by_run: dict[str, list[BatchIndexEntry]] = {}
-    for _offset, entry in read_carried_entries(view.kafka, view.run).values():
-        by_run.setdefault(entry.run, []).append(entry)
-    held = []
-    for run, entries in by_run.items():
-        try:
-            held += _carried_from(run, view, entries, config)
-        except AccessDenied as denied:
-            raise AccessDenied(
-                f"batches that run {view.run} took over from run {run} were not searched for excluded rollouts "
-                f"({denied}); run this again as a user that may read the topics of run {run}"
-            ) from denied
-    return held
-
-
-def _carried_from(
-    run: str, view: RunView, entries: Iterable[BatchIndexEntry], config: GroupingConfig
-) -> list[dict[str, Any]]:
-    held = []
-    with RunView(view.kafka, run) as source:
-        named: dict[int, set[int]] = {}
-        for entry in entries:
-            if config.exclude_workers and entry.partition not in named:
-                named[entry.partition] = set()
-                with suppress(TopicError):  # The topic was deleted with the run.
-                    named[entry.partition] = _named(source, entry.partition, config)
-            try:
-                message = source.record("batches", entry.partition, entry.offset)
-            except TopicError:
-                continue
-            with view.skipped.passing(message):
-                if summary := _summary(batch_at(message), config, named.get(entry.partition, set())):
-                    held.append(summary)
-    return held
 
 
 def _summary(batch: TrainingBatch, config: GroupingConfig, named: Set[int]) -> dict[str, Any] | None:

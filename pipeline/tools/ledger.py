@@ -23,6 +23,17 @@ _NAME_WIDTH = 48
 _COLUMNS = 80
 _LINE = 200
 _NAMED = 3
+_IN_ONE_LINE = (
+    "produced",
+    "batched",
+    "dropped",
+    "dead_lettered",
+    "control",
+    "in_flight",
+    "unread",
+    "trained",
+    "skipped",
+)
 _UNDECIDED = 4
 """Exit code if an open transaction still hides some records."""
 
@@ -31,11 +42,6 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream ledger`."""
     set_handler(parser, show_ledger, example="rollstream ledger --run main --by env --watch 5", json=True)
     parser.add_argument("--by", choices=("env",), help="also show rollouts and tokens of each environment")
-    parser.add_argument(
-        "--with-predecessors",
-        action="store_true",
-        help="also show the runs that were split into this one, and a sum that counts each moved record once",
-    )
     parser.add_argument(
         "--incremental",
         action="store_true",
@@ -63,18 +69,14 @@ def register(parser: argparse.ArgumentParser) -> None:
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the ledger, repeatedly with --watch and on changes with --follow until interrupted.
 
-    Return 1 if it does not balance, 4 if it balances but something is undecided (an open transaction hides records, or
-    a split of the run is unfinished), else 0.
+    Return 1 if it does not balance, 4 if it balances but an open transaction hides records, else 0.
     """
     with ExitStack() as stack:
         live = stack.enter_context(live_ledger(config)) if args.incremental or args.follow is not None else None
         if args.follow is not None and live is not None:
             _follow(live, args)
         while True:
-            book = _book(config, config.run) if live is None else _live_book(live)
-            if args.with_predecessors:
-                book["chain"] = chain = _chain(config, book)
-                book["balanced"] = book["balanced"] and all(row["balanced"] for row in chain)
+            book = _book(config) if live is None else _live_book(live)
             text = "" if args.json else book_text(book, by_environment=args.by == "env")
             print(compact(book) if args.json else printable(text), flush=True)
             if args.watch is None:
@@ -108,9 +110,8 @@ def _follow(live: LiveLedger, args: argparse.Namespace) -> None:
 
 def line_text(book: Mapping[str, Any]) -> str:
     """Return a ledger in one line: its places, how much was trained on, and whether it balances."""
-    counts = {**chain_row("", book), "trained": book["trained"], "skipped": book["skipped"]}
-    places = [f"{_words(name)} {counts[name]:,}" for name in ("produced", *_CHAINED, "moved") if counts[name]]
-    places += [f"{name} {counts[name]:,}" for name in ("trained", "skipped") if counts[name]]
+    counts = {**book, "dropped": sum(book["dropped"].values())}
+    places = [f"{_words(name)} {counts[name]:,}" for name in _IN_ONE_LINE if counts[name]]
     first = [*book["problems"], "the counts do not add up"][0]
     verdict = f"DOES NOT BALANCE: {first}" if not book["balanced"] else "balanced"
     return f"{', '.join(places) or 'nothing produced'}; {verdict}" + (" as far as decided" * bool(book["undecided"]))
@@ -121,54 +122,9 @@ def _live_book(live: LiveLedger) -> dict[str, Any]:
     return {**book, "books": {"bytes": live.state_bytes, "begun_anew": live.begun_anew}}
 
 
-def _book(config: RunConfig, run: str) -> dict[str, Any]:
-    return ledger(config.kafka, run, config.grouper.group_id(run), config.labeling.group_id(run)).as_dict()
-
-
-def _chain(config: RunConfig, book: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return rows for the run, its predecessors, newest first, and their sum, which counts a moved record once."""
-    rows = [chain_row(config.run, book)]
-    while (before := book["predecessor"]) and not before.get("gone"):
-        book = _book(config, before["run"])
-        rows.append(chain_row(before["run"], book))
-    return [*rows, chain_sum(rows)]
-
-
-_CHAINED = ("batched", "dropped", "dead_lettered", "control", "in_flight", "unread")
-
-
-def chain_row(run: str, book: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the places of a run's records, with a separate count of moved records."""
-    dropped = sum(book["dropped"].values())
-    places = {name: dropped if name == "dropped" else book[name] for name in _CHAINED}
-    return {"run": run, "balanced": book["balanced"], "produced": book["produced"], **places, "moved": book["moved"]}
-
-
-def chain_sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum of consecutive runs, newest first; a moved record counts only in the run to which it was moved."""
-    moved = sum(row["moved"] for row in rows[1:])
-    total = {name: sum(row[name] for row in rows) for name in ("produced", *_CHAINED)}
-    total["produced"] -= moved
-    left = rows[0]["moved"]
-    whole = total["produced"] == left + sum(total[name] for name in _CHAINED)
-    return {"run": "together", "balanced": whole and all(row["balanced"] for row in rows), **total, "moved": left}
-
-
-def chain_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of consecutive runs and their sum."""
-    names = ("produced", *_CHAINED, "moved")
-    lines = [(clipped(str(row["run"]), _NAME_WIDTH), *(row[name] for name in names)) for row in rows]
-    return table(("run", *map(_words, names)), lines)
-
-
-def splits_text(book: Mapping[str, Any]) -> str:
-    """Return lines on the run's predecessor and successor."""
-    lines = []
-    for name, verb in (("predecessor", "moved here from"), ("successor", "moved on to")):
-        if other := book.get(name):
-            what = "its topics are gone" if other.get("gone") else f"{other['moved']:,} records"
-            lines.append(f"{verb} run {other['run']}: {what}; {other['carried']:,} batches carried over")
-    return "\n".join(lines)
+def _book(config: RunConfig) -> dict[str, Any]:
+    kafka, run = config.kafka, config.run
+    return ledger(kafka, run, config.grouper.group_id(run), config.labeling.group_id(run)).as_dict()
 
 
 def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
@@ -184,10 +140,6 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(trajectories_text(book["unlabelled"], book["trajectories"]))
     if book.get("calls", {}).get("sessions"):
         parts.append(calls_text(book["calls"]))
-    if book.get("predecessor") or book.get("successor"):
-        parts.append(splits_text(book))
-    if book.get("chain"):
-        parts.append(chain_text(book["chain"]))
     if by_environment:
         parts.append(environments_text(book["environments"]))
     if book.get("configurations"):

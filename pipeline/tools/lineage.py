@@ -20,16 +20,14 @@ from rollstream.pipeline.tools.run_view import (
     Fate,
     RecordedRun,
     RolloutPlace,
-    RunView,
     SearchableRun,
     StepUse,
     batch_on_log,
 )
-from rollstream.topics.errors import AccessDenied, ConfigurationError, RecordError, TopicError
-from rollstream.topics.fates import BATCHED, DROPPED, MOVED
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
-from rollstream.topics.run_splits import moved_from
 
 _LOST = "a batch that the log does not hold where the index says"
 
@@ -103,9 +101,6 @@ def lineage_trees(view: SearchableRun, args: argparse.Namespace) -> list[Lineage
     if args.offset is not None:
         return [record_lineage(view, parse_place(args.offset))]
     if args.batch is not None:
-        if view.entry(args.batch) is None and args.batch in view.carried:
-            holder = view.carried[args.batch][1].run
-            raise TopicError(f"batch {args.batch} was carried over from run {holder}; look it up with --run {holder}")
         return [batch_lineage(view, view.batch(args.batch))]
     if args.step is not None:
         steps = view.steps_numbered(args.step)
@@ -134,9 +129,6 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
     message = view.record("rollouts", *place)
     record = decoded(message.value)
     node = LineageNode(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp_ms)})
-    source = moved_from(message)
-    if source is not None:
-        node.facts["moved_from"] = f"run {source[0]}, {source[1]}:{source[2]}"
     fate = view.fates(place.partition, {place.offset})[place.offset]
     if isinstance(record, Rollout):
         node.facts |= {
@@ -189,8 +181,6 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
         return LineageNode(
             "fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {}
         )
-    if fate.name == MOVED:
-        return LineageNode("fate", "moved", view.moved_to(place))
     if fate.name == SETTLED:
         return LineageNode("fate", SETTLED, {"in": "a part of the journal that was pruned"})
     if fate.name != BATCHED:
@@ -233,7 +223,7 @@ def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
     return node
 
 
-def step_lineage(view: SearchableRun, step: LearnerStep) -> LineageNode:
+def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
     """Return the lineage of a learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
@@ -242,13 +232,11 @@ def step_lineage(view: SearchableRun, step: LearnerStep) -> LineageNode:
         if step.input_run == view.run and view.entry(use.batch_id) is not None:
             batch = batch_on_log(view, use.batch_id)
             child.children.append(LineageNode("cut_from", _LOST) if batch is None else _sources(batch))
-        elif step.input_run == view.run and use.batch_id in view.carried:
-            child.children.append(_carried_sources(view, use.batch_id))
         node.children.insert(-1 if node.children else 0, child)
     return node
 
 
-def policy_lineage(view: SearchableRun, manifest: PolicyManifest) -> LineageNode:
+def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
     """Return the lineage of a policy version: the step that made it, and the batches with rollouts that it sampled."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest)]
@@ -281,33 +269,12 @@ def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> L
     indexed = view.entry(batch.batch_id)
     if indexed is not None:
         facts |= {"at": f"batches {indexed.entry.partition}:{indexed.entry.offset}", "index_offset": indexed.offset}
-    offset = None if indexed is None else indexed.offset
-    return LineageNode("batch", batch.batch_id, facts, _uses(view, batch.batch_id, offset, row))
-
-
-def _uses(view: RecordedRun, batch_id: str, index_offset: int | None, row: int | None) -> list[LineageNode]:
-    """Return the nodes of the steps that used or skipped a batch, in this run and in those that a split carried it to;
-    `index_offset` is the offset of its entry in the index of this run, if it has one."""
-    nodes = [
+    uses = [
         _use(view, use)
-        for use in view.uses_of(batch_id)
+        for use in view.uses_of(batch.batch_id)
         if row is None or not use.use.row_numbers or row in use.use.row_numbers
     ]
-    successor = None if index_offset is None else view.carried_to(index_offset)
-    if successor is not None:
-        nodes.append(_carried_over(successor, batch_id, row))
-    return nodes or [LineageNode("step", "none yet")]
-
-
-def _carried_over(successor: RunView, batch_id: str, row: int | None) -> LineageNode:
-    node = LineageNode("carried_over", f"to run {successor.run}")
-    try:
-        with successor:
-            entry = successor.carried.get(batch_id)
-            node.children = _uses(successor, batch_id, None if entry is None else entry[0], row)
-    except (TopicError, AccessDenied) as error:  # The successor was deleted, or this user may not read it.
-        node.facts = {"its_steps": f"cannot be read: {error}"}
-    return node
+    return LineageNode("batch", batch.batch_id, facts, uses or [LineageNode("step", "none yet")])
 
 
 def _use(view: RecordedRun, use: StepUse) -> LineageNode:
@@ -327,17 +294,6 @@ def _step(view: RecordedRun, step: LearnerStep) -> LineageNode:
         node.children.append(
             LineageNode("published_as_policy", str(manifest.version), {"digest": manifest.digest[:12]})
         )
-    return node
-
-
-def _carried_sources(view: SearchableRun, batch_id: str) -> LineageNode:
-    """Return the origin of a batch that a split carried over, which lies in the run that was split."""
-    holder = view.carried[batch_id][1].run
-    try:
-        node = _sources(view.carried_batch(batch_id))
-    except (TopicError, RecordError, AccessDenied) as error:
-        return LineageNode("cut_from", f"run {holder}", {"its_batch": f"cannot be read: {error}"})
-    node.name += f" of run {holder}"
     return node
 
 

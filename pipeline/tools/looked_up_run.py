@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.place_index import PlaceIndex, uid_key
-from rollstream.pipeline.audit.topic_reading import Index
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.plain_values import decoded
@@ -91,24 +90,6 @@ class LookedUpRun(TabulatedRun):
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record. Raises TopicError if it does not exist."""
         return self._topics.record(name, partition, offset)
-
-    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """Return the run to which a record was moved, and its place there if that run still holds it."""
-        return self._topics.moved_to(place)
-
-    def carried_to(self, index_offset: int) -> RunView | None:
-        """Return the run to which a split carried over the batch with this index entry; None if none did."""
-        return self._topics.carried_to(index_offset)
-
-    @property
-    def carried(self) -> Index:
-        """Entries of the batches that a split carried over to this run, with their offsets in its index."""
-        return self._topics.carried
-
-    def carried_batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch one of these batches from the run that holds it. Raises TopicError if that run no longer has it, and
-        AccessDenied if this user may not read it."""
-        return self._topics.carried_batch(batch_id)
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
         """Return the fates of these offsets of a partition."""

@@ -379,8 +379,6 @@ def _task(
 def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[PrunableBatch, ...]:
     batches = []
     for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
-        if entry.run:
-            continue  # a batch of the run that was split into this one
         problems = entry_problems(entry)
         if problems:
             skipped.skip(message, problems[0])

@@ -5,13 +5,12 @@ Each topic is shown as it was when it was read. A live run goes on, so missing r
 
 import itertools
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
-from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_carried_entries, read_index, read_journal
+from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_index, read_journal
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -34,7 +33,6 @@ from rollstream.topics.records import (
     Rollout,
     TrainingBatch,
 )
-from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
 SETTLED = "settled"
@@ -57,7 +55,7 @@ class Fate(NamedTuple):
     """Fate of a record of `rollouts`."""
 
     name: str
-    """batched, dropped, dead_lettered, control, moved, settled, in_flight or unread."""
+    """batched, dropped, dead_lettered, control, settled, in_flight or unread."""
     drop: Drop | None = None
     batch_ids: tuple[str, ...] = ()
     """Batches of the transaction that finished the record, if it was batched: it is in one of these, or in an older
@@ -122,14 +120,6 @@ class RecordedRun(Protocol):
         """Return a summary of a grouping configuration from the journal of a partition."""
         ...
 
-    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """Return the run to which a record was moved, and its place there if that run still holds it."""
-        ...
-
-    def carried_to(self, index_offset: int) -> "RunView | None":
-        """Return the run to which a split carried over the batch with this index entry; None if none did."""
-        ...
-
     def batch(self, batch_id: str) -> TrainingBatch:
         """Fetch a batch. Raises TopicError if the index does not name it, or if it is no longer on the log."""
         ...
@@ -140,19 +130,9 @@ class RecordedRun(Protocol):
 
 
 class SearchableRun(RecordedRun, Protocol):
-    """A recorded run whose rollouts can be found by uid, and with the batches that a split carried over to it."""
+    """A recorded run whose rollouts can be found by uid."""
 
     skipped: SkippedRecords
-
-    @property
-    def carried(self) -> Index:
-        """Entries of the batches that a split carried over to this run, with their offsets in its index."""
-        ...
-
-    def carried_batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch one of these batches from the run that holds it. Raises TopicError if that run no longer has it, and
-        AccessDenied if this user may not read it."""
-        ...
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
         """Places of the rollouts with a uid, in order; several if the rollout was sent repeatedly."""
@@ -205,11 +185,6 @@ class RunView(Closing):
         for _message, step in self.skipped.records(LearnerStep, self.messages("steps")):
             newest[step.learner, step.step] = step
         return [newest[key] for key in sorted(newest)]
-
-    @cached_property
-    def carried(self) -> Index:
-        """Entries of the batches that a split carried over to this run, with their offsets in its index."""
-        return read_carried_entries(self.kafka, self.run)
 
     def entry(self, batch_id: str) -> IndexedEntry | None:
         """Entry of a batch; None if the index does not name it."""
@@ -275,31 +250,6 @@ class RunView(Closing):
         for record in self.journal(partition):
             history.read(record)
         return summary([(partition, history)], generation)
-
-    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """Return the run to which a record was moved, and its place there if that run still holds it."""
-        successor = splits_of(self.kafka, self.run).successor
-        if successor is None:
-            return {}
-        with suppress(TopicError):
-            for message in read_to_end(self.kafka, topic_name(successor.successor, "rollouts")):
-                if moved_from(message) == (self.run, *place):
-                    return {"to": f"run {successor.successor}", "at": f"{message.partition}:{message.offset}"}
-        return {"to": f"run {successor.successor}"}
-
-    def carried_to(self, index_offset: int) -> "RunView | None":
-        """Return the run to which a split carried over the batch with this index entry; None if none did."""
-        split = splits_of(self.kafka, self.run).successor
-        if split is None or not 0 <= split.carried_from <= index_offset:
-            return None
-        return RunView(self.kafka, split.successor)
-
-    def carried_batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch that a split carried over to this run from the run that holds it. Raises TopicError if that run
-        no longer has it, and AccessDenied if this user may not read it."""
-        entry = self.carried[batch_id][1]
-        with RunView(self.kafka, entry.run) as holder:
-            return batch_at(holder.record("batches", entry.partition, entry.offset))
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record, without its value if grouping left it out. Raises TopicError if it does not exist."""

@@ -20,7 +20,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--drain",
         action="store_true",
-        help="begin no new groups, finish those that have begun, and end once learners have gone through all batches",
+        help="begin no new groups, finish those that have begun, cancel those that stay incomplete, and end once "
+        "learners have gone through all batches",
     )
     flags.add_argument(
         "--withdraw",

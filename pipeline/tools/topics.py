@@ -16,7 +16,6 @@ from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.provisioning import MOVE_REPLICAS, TopicPlan
 from rollstream.topics.kafka.topic_admin import delete_topics
 from rollstream.topics.logs import event
-from rollstream.topics.run_splits import check_open
 
 logger = logging.getLogger(__name__)
 
@@ -84,17 +83,13 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def provision(config: RunConfig) -> list[TopicPlan]:
-    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent.
-
-    Raises StateRefused if the run was split, because its topics stay closed.
-    """
+    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent."""
     from rollstream.consumers.grouping.core.configuration_marks import check_names
     from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
     from rollstream.consumers.grouping.process.bootstrap import initialise
 
     # The configuration of generation 0 stays on the log, so unknown names in it are refused before anything is created.
     check_names(config.grouping, load_plug_ins(config.grouper))
-    check_open(config.kafka, config.run)
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans

@@ -1,5 +1,4 @@
-"""`rollstream steer stop --drain` on a broker: grouping batches everything that is complete, and ends; a real run ends
-with nothing in flight."""
+"""`rollstream steer stop --drain` on a broker: grouping batches what is complete, cancels the rest, and ends."""
 
 import time
 from dataclasses import replace
@@ -8,7 +7,7 @@ import pytest
 
 from rollstream.pipeline import steering
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.run.draining import has_open_producers, newest_components, open_groups
+from rollstream.pipeline.run.draining import has_open_producers, is_in_flight, newest_components
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Metrics, TrainingBatch
@@ -46,7 +45,7 @@ def run(real_run: RealRun) -> RealRun:
     return real_run.prepare()
 
 
-def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> None:
+def test_what_is_complete_is_batched_and_what_is_not_is_cancelled(run: RealRun) -> None:
     grouping = run.start("group", "--ordinal", "0")
     run.send(rollout(f"x{example}", member) for example in range(6) for member in range(4))
     run.send(rollout("half", member) for member in range(2))
@@ -61,10 +60,9 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     batches = [record for record in run.read("batches") if isinstance(record, TrainingBatch)]
     assert {batch.cut for batch in batches} == {"drain"}
     assert sum(len(batch.uids) for batch in batches) == 24
-    left = open_groups(run.kafka, run.name, run.grouper)
-    assert [str(group) for group in left] == ["env/half (2 of 4)"]
+    assert not is_in_flight(run.kafka, run.name, run.grouper)
     books = ledger(run.kafka, run.name)
-    assert (books.problems, books.in_flight, books.unread) == ([], 2, 0)
+    assert (books.problems, books.in_flight, books.unread, books.dropped) == ([], 0, 0, {"cancelled": 2})
     assert "is drained" in said(run)
     assert "train as long as their settings say" in said(run, "--withdraw")
     # A later drain does not mistake the end of this one for its own.

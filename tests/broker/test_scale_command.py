@@ -55,7 +55,7 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
     assert said(run, "env=auto", "infer=5").returncode == 0
     assert steering.state(run.kafka, run.name)["processes"] == {"group": 3, "infer": 5}
     for words, remedy in {
-        ("group=4",): "has 3 partitions, each read by one process; `rollstream split`",
+        ("group=4",): "has 3 partitions, each read by one process; `rollstream fork --partitions` starts a run",
         ("env=0",): "at least one process is needed",
         ("learn=2",): "set learner.processes and start `rollstream run` again",
         ("label=2",): "set labeling.processes",

@@ -135,6 +135,9 @@ class _Partition:
             for group in ready:
                 self._enqueue(group)
         if mark["kind"] == "drain":
+            for group in self.groups.values():
+                if group.state == "open":
+                    self._drop(group, "cancelled")
             self._cut_full()
             self._cut_everything("drain")
 

@@ -155,8 +155,9 @@ class RealRun:
         return process
 
     def environment(self) -> dict[str, str]:
-        """Variables of the processes that are started here. A crash writes its threads to their logs."""
-        path = os.pathsep.join(map(str, (ROOT, *self.python_path)))
+        """Variables of the processes that are started here, which run the code of this checkout. A crash writes its
+        threads to their logs."""
+        path = os.pathsep.join(map(str, (ROOT / "src", ROOT, *self.python_path)))
         return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
     def log_of(self, process: subprocess.Popen[bytes]) -> str:

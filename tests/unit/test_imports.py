@@ -38,7 +38,6 @@ IMPORTED_BY_THE_PIPELINE = {
         "process.bootstrap",
         "process.grouping_process",
         "process.mark_writer",
-        "process.moving",
         "process.restoration",
         "process.skipped_offsets",
         "selection_bias",

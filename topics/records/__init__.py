@@ -28,7 +28,6 @@ from rollstream.topics.records.control import (
     PausedEnvironment,
     PausedPartition,
     RetiredLearner,
-    RunSplit,
     SkippedOffset,
     StopRequest,
 )
@@ -99,7 +98,6 @@ __all__ = [
     "Rollout",
     "RolloutBatch",
     "RolloutMetadata",
-    "RunSplit",
     "SamplingParams",
     "SessionEvent",
     "SkippedOffset",

@@ -90,8 +90,6 @@ class BatchIndexEntry:
     highest_version: int
     size_bytes: int
     digest: str
-    run: str = ""
-    """The run whose `batches` hold the batch, if not this run: a run that was split, and that this run continues."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, offset: int) -> "BatchIndexEntry":

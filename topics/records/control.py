@@ -1,9 +1,8 @@
 """Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired and forked learners,
-states of workers, splits, requests of operators, and metrics."""
+states of workers, requests of operators, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,25 +143,3 @@ class EvaluationRequest:
 
     version: int
     wall_time: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSplit:
-    """A run that continues as another run with another number of partitions; recorded on `control` of both."""
-
-    run: str
-    """The run that ends."""
-    successor: str
-    """The run that continues it."""
-    partitions: int
-    """Partitions of the successor."""
-    phase: Literal["closing", "moving", "moved"]
-    """Closing: the run is being brought to its end, and can still be opened again. Moving: its rollouts without a batch
-    are being moved. Moved: the successor has everything."""
-    wall_time: float = 0.0
-    carried_from: int = -1
-    """First offset of the run's index whose entry the successor's index repeats; -1 until the entries are repeated."""
-    carried_at: int = -1
-    """Offset of the first of these entries in the successor's index."""
-    carried: int = 0
-    """Number of entries repeated."""

@@ -145,10 +145,9 @@ def batch_fetched(run: str, entry: BatchIndexEntry, batch: TrainingBatch) -> Non
     """Remember a batch of a run that a learner has fetched, for the spans of its step."""
     if not SPANS.enabled:
         return
-    cut_by = entry.run or run
-    groups = tuple(group for group in batch.groups if SPANS.wants(trace_of_group(cut_by, group)))
+    groups = tuple(group for group in batch.groups if SPANS.wants(trace_of_group(run, group)))
     if groups:
-        _fetched[batch.batch_id] = FetchedBatch(entry, cut_by, groups)
+        _fetched[batch.batch_id] = FetchedBatch(entry, run, groups)
         _fetched.move_to_end(batch.batch_id)
         if len(_fetched) > _MOST_BATCHES:
             _fetched.popitem(last=False)

@@ -213,10 +213,11 @@ class Fold:
         if mark.policy_version > self.policy_version:
             self._groups.advance_policy(mark.policy_version)
         if mark.kind == "drain":
-            self.drain()
+            self._groups.cancel_open()
+            self._groups.drain()
 
     def drain(self) -> None:
-        """Cut batches of all rollouts that the batch maker holds, as a drain mark does. Open groups stay open."""
+        """Cut batches of all rollouts that the batch maker holds. Unlike a drain mark, this leaves open groups open."""
         self._groups.drain()
 
     # ------------------------------------------------------------------ state

@@ -248,6 +248,11 @@ class GroupLifecycle:
 
     # ------------------------------------------------------------------ ends
 
+    def cancel_open(self) -> None:
+        """Drop the groups that await more members: at a drain, no producer is left to send them."""
+        for group in [*self._live.open.values()]:
+            self._drop(group, Rejection("cancelled", "the run was drained before every member had come"))
+
     def drain(self) -> None:
         """Cut batches of all rollouts that the batch maker holds."""
         self.cut("size")

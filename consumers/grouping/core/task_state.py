@@ -50,9 +50,7 @@ class TaskState:
     """Groups that finished within the horizon, in the order in which they finished."""
 
 
-def initial_record(
-    partition: int, partitions: int, topic_id: str, config: GroupingConfig, first_batch: int = 0
-) -> JournalRecord:
+def initial_record(partition: int, partitions: int, topic_id: str, config: GroupingConfig) -> JournalRecord:
     """Return the first journal record of a partition: an empty state under the first configuration.
 
     Raises ConfigurationError if its generation is so high that too few remain for later configurations.
@@ -78,7 +76,7 @@ def initial_record(
         policy_version=-1,
         generation=config.generation,
         remembered_since_ms=-1,
-        batch_number=first_batch,
+        batch_number=0,
         snapshot=True,
     )
 

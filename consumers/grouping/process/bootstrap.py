@@ -45,19 +45,14 @@ _REST_S = (0.5, 1.5)
 """Shortest and longest pause of a fenced process before it tries again."""
 
 
-def initialise(
-    kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig, *, first_batch: int = 0
-) -> bool:
+def initialise(kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig) -> bool:
     """Write generation 0 if nothing was written yet: an empty state and committed offset 0 for each partition.
 
-    `first_batch` is the number of each partition's first batch. Returns False if the run already has state. Raises
-    StateRefused if only one of offsets and journal exists, or if the group has members: state was then lost, and a
-    guess would lose or repeat rollouts.
+    Returns False if the run already has state. Raises StateRefused if only one of offsets and journal exists, or if the
+    group has members: state was then lost, and a guess would lose or repeat rollouts.
     """
     group = grouper.group_id(run)
-    return in_turn(
-        kafka, run, group, lambda producer: _initialise(producer, kafka, run, grouping, grouper, first_batch)
-    )
+    return in_turn(kafka, run, group, lambda producer: _initialise(producer, kafka, run, grouping, grouper))
 
 
 def _initialise(
@@ -66,7 +61,6 @@ def _initialise(
     run: str,
     grouping: GroupingConfig,
     grouper: GrouperConfig,
-    first_batch: int,
 ) -> bool:
     rollouts, journal = topic_name(run, "rollouts"), topic_name(run, "journal")
     group = grouper.group_id(run)
@@ -90,7 +84,7 @@ def _initialise(
     if members(kafka, group):
         raise StateRefused(f"group {group} has members but no offsets; stop them before `rollstream topics apply`")
     topic_id = topic_admin.topic_ids(kafka, [rollouts])[rollouts]
-    records = [task_state.initial_record(p, partitions, topic_id, grouping, first_batch) for p in range(partitions)]
+    records = [task_state.initial_record(p, partitions, topic_id, grouping) for p in range(partitions)]
     _commit(producer, kafka, run, group, {r.partition: (r, None) for r in records})
     event(logger, "grouping_initialised", run=run, partitions=partitions, generation=grouping.generation)
     return True

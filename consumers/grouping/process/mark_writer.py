@@ -61,8 +61,8 @@ class MarkWriter:
 
 
 def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float = 60.0) -> None:
-    """Have all rollouts batched that batch makers hold: append a drain mark to each partition, and wait until grouping
-    has read past it.
+    """Append a drain mark to each partition, and wait until grouping has read past it: it batches all rollouts that
+    batch makers hold, and drops the members of incomplete groups as cancelled.
 
     Raises DeadlineExceeded if that takes longer than `timeout_s` (no grouping process runs, or it is far behind).
     """

@@ -51,7 +51,7 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
                     f"{name} had {use.rows} rollouts; offset {use.index_offset} of batch-index now names "
                     f"{entry.batch_id} with {entry.rollouts} rollouts"
                 )
-            elif use.index_offset in rows and not entry.run and entry.offset < beginnings[entry.partition]:
+            elif use.index_offset in rows and entry.offset < beginnings[entry.partition]:
                 wrong.append(f"{name} was deleted from batches[{entry.partition}]")
             elif use.index_offset in rows:
                 trained[use.index_offset] = IndexedBatch(entry, use.index_offset)

@@ -179,11 +179,6 @@ class _Reading:
         for message, entry in self._cut.records("batch-index", BatchIndexEntry):
             with self._cut.skipped.passing(message):
                 _refuse(entry_problems(entry))
-                if entry.run:
-                    raise StateRefused(
-                        f"run {self._cut.run} continues run {entry.run}, which was split, and trains on its batches; "
-                        f"an attestation covers only the batches of one run"
-                    )
                 if not self._is_before_cut(entry.partition, entry.batch_id):
                     continue
                 self._entries.add(message.offset, entry)

@@ -152,7 +152,7 @@ class RecordedBatches:
             result.problem(f"batch {batch_id} is in the journal but not in batches")
         for number, journal in journals.items():
             self._compare_offsets(number, journal, hidden_batches.carried.get(number, Counter()), result)
-        result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
+        result.batches = sum(journal.batches for journal in journals.values())
         return hidden_batches
 
     def measure_again(self, batch_ids: Iterable[str], untrained: Untrained) -> None:

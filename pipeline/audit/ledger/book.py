@@ -39,11 +39,6 @@ class Ledger(RecordCounts):
     """Model calls recorded, by fate: in_rollouts, open, dropped as cancelled, retried, late or no_session, or pruned
     (the start of the session is no longer on the log); sessions, and the reasons of cancelled sessions. Empty for a run
     without the topic `calls`."""
-    predecessor: dict[str, Any] = field(default_factory=dict)
-    """The run that was split into this run: its name, the number of records that moved, the batches carried over.
-    Empty if there is no such run; `gone` is set if its topics no longer exist."""
-    successor: dict[str, Any] = field(default_factory=dict)
-    """The same data about the run that this run was split into."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Rollouts and tokens read, by environment and fate; the environment is empty for records without one."""
     selection: dict[str, Selection] = field(default_factory=dict)

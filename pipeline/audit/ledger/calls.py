@@ -247,12 +247,3 @@ def _session(
         retried_calls=retried,
         late_calls=late,
     )
-
-
-def check_calls(kafka: KafkaConfig, run: str, result: Ledger) -> None:
-    """Read all calls of a run, and add them to a ledger."""
-    records = CallRecords(kafka, run)
-    ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, topic_name(run, "rollouts")).items()}
-    records.read(ends)
-    result.note_skipped(records.tail.skipped)
-    records.sum_up(result)

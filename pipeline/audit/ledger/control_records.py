@@ -1,4 +1,4 @@
-"""The decisions on `control` that the ledger uses: retired learners, splits, and offsets to be skipped unread."""
+"""The decisions on `control` that the ledger uses: retired learners, and offsets to be skipped unread."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,9 +9,8 @@ from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.offset_ranges import from_ranges, to_ranges
-from rollstream.topics.records import RetiredLearner, RunSplit
+from rollstream.topics.records import RetiredLearner
 from rollstream.topics.retired_learners import note_retired
-from rollstream.topics.run_splits import Splits, note_split
 
 
 class ControlRecords:
@@ -20,7 +19,6 @@ class ControlRecords:
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "control")
         self.retired: dict[str, RetiredLearner] = {}
-        self.splits = Splits()
         self.requested: dict[int, set[int]] = {}
         """By partition of `rollouts`, the offsets that grouping was asked to skip."""
 
@@ -29,7 +27,6 @@ class ControlRecords:
         return {
             "tail": self.tail.state(),
             "retired": [asdict(record) for record in self.retired.values()],
-            "splits": [None if split is None else asdict(split) for split in self.splits],
             "requested": [[partition, to_ranges(o).tolist()] for partition, o in self.requested.items()],
         }
 
@@ -37,7 +34,6 @@ class ControlRecords:
         """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.retired = {values["learner"]: RetiredLearner(**values) for values in state["retired"]}
-        self.splits = Splits(*(None if values is None else RunSplit(**values) for values in state["splits"]))
         self.requested = {partition: set(from_ranges(ranges)) for partition, ranges in state["requested"]}
 
     def read(self) -> None:
@@ -45,6 +41,5 @@ class ControlRecords:
         skipped = SkippedRecords(logged=False)
         for message in self.tail.messages():
             note_retired(self.retired, message, skipped)
-            self.splits = note_split(self.splits, message, skipped)
             for partition, offsets in note_request(message).items():
                 self.requested.setdefault(partition, set()).update(offsets)

@@ -32,15 +32,10 @@ class Entries:
 
     def __init__(self) -> None:
         self.offsets, self._partitions, self._numbers = array("q"), array("q"), array("q")
-        self.carried: dict[str, int] = {}
-        """Number of rows of each batch that was carried over from the run that was split into this run."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
-        return {
-            "columns": [packed(column) for column in (self.offsets, self._partitions, self._numbers)],
-            "carried": self.carried,
-        }
+        return {"columns": [packed(column) for column in (self.offsets, self._partitions, self._numbers)]}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Entries":
@@ -48,7 +43,6 @@ class Entries:
         entries = cls()
         columns = (array("q", unpacked(column).tobytes()) for column in state["columns"])
         entries.offsets, entries._partitions, entries._numbers = columns
-        entries.carried = state["carried"]
         return entries
 
     def add(self, offset: int, entry: BatchIndexEntry) -> None:
@@ -59,8 +53,6 @@ class Entries:
         self.offsets.append(offset)
         self._partitions.append(partition)
         self._numbers.append(number)
-        if entry.run:
-            self.carried[entry.batch_id] = entry.rollouts
 
     def batch_at(self, offset: int) -> str | None:
         """Return the batch that the entry at an offset names; None if there is no entry."""
@@ -79,8 +71,6 @@ class Entries:
     def forget_before(self, begin: int) -> None:
         """Forget deleted entries."""
         at = bisect_left(self.offsets, begin)
-        gone = {self._named(index) for index in range(at)} if self.carried else set()
-        self.carried = {batch_id: rows for batch_id, rows in self.carried.items() if batch_id not in gone}
         self.offsets, self._partitions, self._numbers = (
             self.offsets[at:],
             self._partitions[at:],
@@ -156,9 +146,8 @@ class BatchIndex:
             for message, entry in skipped.records(BatchIndexEntry, self.tail.messages()):
                 with skipped.passing(message):
                     self.entries.add(message.offset, entry)
-                    if not entry.run:  # Batches of another run are compared by its own ledger.
-                        place = entry.partition, entry.offset
-                        self._open[message.offset] = (*batch_numbers(entry.batch_id), *place)
+                    place = entry.partition, entry.offset
+                    self._open[message.offset] = (*batch_numbers(entry.batch_id), *place)
             self._enter(journals, table)
             return _unnamed(journals, table)
 

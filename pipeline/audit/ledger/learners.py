@@ -119,7 +119,7 @@ class LearnerUses:
         self._new = []
         kept = {partition: journal.batches for partition, journal in journals.items()} | dict(table.lowest())
         for name, learner in sorted(self._learners.items()):
-            learner.unverified = [use for use in learner.unverified if not _verified(learner, use, table, entries)]
+            learner.unverified = [use for use in learner.unverified if not _verified(learner, use, table)]
             problems = [*learner.problems]
             for step, at, batch_id, rows, numbers in learner.unverified:
                 partition, number = batch_numbers(batch_id)
@@ -229,11 +229,10 @@ def _take_use(learner: _Learner, step: LearnerStep, at: int, use: BatchUse) -> N
         learner.skipped_as[code] = learner.skipped_as.get(code, 0) + use.rows
 
 
-def _verified(learner: _Learner, use: UseRows, table: BatchTable, entries: Entries) -> bool:
+def _verified(learner: _Learner, use: UseRows, table: BatchTable) -> bool:
     """Whether a batch has the rows of a use."""
     _step, _at, batch_id, rows, numbers = use
     held = table.rows(batch_id)
-    held = entries.carried.get(batch_id) if held is None else held
     if held is None or not _are_rows(rows, numbers, held):
         return False
     learner.used.fold(batch_id, held)

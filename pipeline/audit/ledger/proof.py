@@ -24,7 +24,6 @@ from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.index import BatchIndex
 from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
 from rollstream.pipeline.audit.ledger.learners import Learners
-from rollstream.pipeline.audit.ledger.moved import SplitRecords
 from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
 from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
@@ -32,10 +31,10 @@ from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.fates import CONTROL, MOVED_CONTROL, READ
+from rollstream.topics.fates import CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
 
-_NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
+_NO_ROLLOUTS = (READ, CONTROL)
 """Names of counts other than fates of rollouts."""
 _PRUNED = ("rollouts", "journal", "batch-index", "batches")
 """Topics whose first records may be deleted without making a saved ledger outdated."""
@@ -77,7 +76,6 @@ class Books:
         self._index = BatchIndex(kafka, run)
         self._letters = DeadLetters(kafka, run)
         self._rollouts = RolloutRecords(kafka, run, partitions)
-        self._splits = SplitRecords(kafka)
         self._labeling = LabelingRecords(kafka, run)
         self._control = ControlRecords(kafka, run)
         self._calls = CallRecords(kafka, run)
@@ -90,7 +88,6 @@ class Books:
             "ids": self._ids,
             "begins": [[name, [*begins.items()]] for name, begins in self._begins.items()],
             "parts": {name: part.state() for name, part in self._parts.items()},
-            "splits": self._splits.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -100,7 +97,6 @@ class Books:
         self._ids, self._begins = state["ids"], {name: dict(begins) for name, begins in state["begins"]}
         for name, part in self._parts.items():
             part.restore(state["parts"][name])
-        self._splits.restore(state["splits"])
 
     @property
     def journals(self) -> Mapping[int, PartitionJournal]:
@@ -176,7 +172,6 @@ class Books:
         for name in self._control.retired.keys() & result.learners.keys():
             result.learners[name]["retired"] = True
             result.learners[name].pop("waiting", None)
-        self._splits.check(self._control.splits, result)
         ends = {p: end for p, (_begin, end) in bounds["rollouts"].items()}
         self._labeling.read(labeling_group, ends, hidden, result)
         self._calls.read(ends)

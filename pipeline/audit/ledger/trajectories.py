@@ -220,17 +220,6 @@ class LabelingRecords:
         self._partitions[number].count(offset, fact)
 
 
-def check_trajectories(
-    kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
-) -> None:
-    """Read all records about `unlabelled` and `trajectories`, and add their data to a ledger."""
-    records = LabelingRecords(kafka, run)
-    ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, records.rollouts.topic).items()}
-    records.read(labeling_group, ends, hidden, result)
-    for tail in records.tails:
-        result.note_skipped(tail.skipped)
-
-
 def _positions(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
 ) -> dict[int, tuple[int, GroupPosition]]:

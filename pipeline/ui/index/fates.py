@@ -2,10 +2,10 @@
 
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
 from rollstream.pipeline.tools.run_view import SETTLED as SETTLED
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 
 TRAINED, SKIPPED = "trained", "skipped"
-NAMES = (UNREAD, IN_FLIGHT, SETTLED, BATCHED, TRAINED, SKIPPED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
+NAMES = (UNREAD, IN_FLIGHT, SETTLED, BATCHED, TRAINED, SKIPPED, DROPPED, DEAD_LETTERED, CONTROL)
 """Fates in the order of their numbers."""
 CODES = {name: number for number, name in enumerate(NAMES)}
 OPEN = CODES[SETTLED]

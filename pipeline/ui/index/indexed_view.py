@@ -2,10 +2,9 @@
 
 import sqlite3
 from collections.abc import Callable
-from typing import Protocol
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
-from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, RunView, carrying_batch
+from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, carrying_batch
 from rollstream.pipeline.tools.tabulated_run import TabulatedRun
 from rollstream.pipeline.ui.index import fates
 from rollstream.topics.codec import decode_as
@@ -17,22 +16,12 @@ ReadRecord = Callable[[str, int, int], KafkaRecord]
 """Fetches the record of a topic at a partition and offset. Raises TopicError if it does not exist."""
 
 
-class Moves(Protocol):
-    """Tells where a record went when its run was split."""
-
-    def __call__(self, place: RolloutPlace) -> dict[str, str]: ...
-
-
-CarriedTo = Callable[[int], RunView | None]
-"""Return the run to which a split carried over the batch with an index entry at an offset; None if none did."""
-
-
 class IndexedView(TabulatedRun):
     """Answers `show` and `lineage` for one run."""
 
-    def __init__(self, db: sqlite3.Connection, run: str, read: ReadRecord, moves: Moves, carried_to: CarriedTo) -> None:
+    def __init__(self, db: sqlite3.Connection, run: str, read: ReadRecord) -> None:
         super().__init__(run, db)
-        self._read, self._moves, self._carried_to = read, moves, carried_to
+        self._read = read
 
     def policy(self, version: int) -> PolicyManifest | None:
         """Return the manifest of a policy version, or None if it is not on record."""
@@ -42,14 +31,6 @@ class IndexedView(TabulatedRun):
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record. Raises TopicError if the log no longer has it."""
         return self._read(name, partition, offset)
-
-    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """Return the run to which a record was moved, and its place there if that run still holds it."""
-        return self._moves(place)
-
-    def carried_to(self, index_offset: int) -> RunView | None:
-        """Return the run to which a split carried over the batch with this index entry; None if none did."""
-        return self._carried_to(index_offset)
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
         """Return the fates of these offsets according to the journal."""

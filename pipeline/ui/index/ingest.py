@@ -247,7 +247,7 @@ class Ingest:
 
     def _entry(self, message: KafkaRecord) -> None:
         entry = self.skipped.decode(BatchIndexEntry, message)
-        if entry is None or entry.run:
+        if entry is None:
             return
         if problems := entry_problems(entry):
             raise RecordError(problems[0])

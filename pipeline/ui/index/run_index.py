@@ -214,7 +214,7 @@ class RunIndex(Closing):
         )
 
     def _indexed_view(self) -> IndexedView:
-        return IndexedView(self._db(), self.run, self._record, self._moved_to, self._carried_to)
+        return IndexedView(self._db(), self.run, self._record)
 
     def _record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record from the source."""
@@ -225,14 +225,6 @@ class RunIndex(Closing):
                     raise TopicError(f"the archive of run {self.run} has no {name} {partition}:{offset}")
                 return answer
             return self._topics().record(name, partition, offset)
-
-    def _moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        with self._lock:
-            return {} if isinstance(self._source, ArchiveSource) else self._topics().moved_to(place)
-
-    def _carried_to(self, index_offset: int) -> RunView | None:
-        with self._lock:
-            return None if isinstance(self._source, ArchiveSource) else self._topics().carried_to(index_offset)
 
     def _topics(self) -> RunView:
         if self._view is None:

@@ -29,7 +29,6 @@ export interface Top {
   dropped: Record<string, number>;
   dead_lettered: number;
   control: number;
-  moved: number;
   in_flight: number;
   unread: number;
   waiting: number;
@@ -101,8 +100,7 @@ export type Fate =
   | "skipped"
   | "dropped"
   | "dead_lettered"
-  | "control"
-  | "moved";
+  | "control";
 
 export interface Row {
   place: string;
@@ -250,7 +248,6 @@ export interface Ledger {
   dropped: Record<string, number>;
   dead_lettered: number;
   control: number;
-  moved: number;
   in_flight: number;
   unread: number;
   steps: number;

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from rollstream.pipeline.audit.ledger import LiveLedger
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from rollstream.topics.offset_ranges import OffsetRange
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
-FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
+FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 
 
 def place_of(name: str) -> tuple[int, int]:

@@ -26,7 +26,7 @@ def test_programs_find_the_names_they_know() -> None:
     # fmt: off
     assert list(RunSnapshot(run="x").as_dict()) == [
         "run", "seconds", "quiet_s", "produced", "rollouts", "batched", "batches", "trained", "skipped", "dropped",
-        "dead_lettered", "control", "moved", "in_flight", "unread", "waiting", "step", "policy_version", "policy_age_s",
+        "dead_lettered", "control", "in_flight", "unread", "waiting", "step", "policy_version", "policy_age_s",
         "sampled_version", "rollouts_per_s", "read_per_s", "batches_per_s", "steps_per_s", "policies_per_s", "reward",
         "exact", "rewards", "exacts", "staleness", "records_skipped", "history", "history_left", "waiting_for_labels",
         "read_by_labelers", "paused", "paused_environments", "wanted", "components",
@@ -34,8 +34,8 @@ def test_programs_find_the_names_they_know() -> None:
     ]
     assert Ledger().as_dict().keys() == {
         "balanced", "tokens", "produced", "rollouts", "batched", "batches", "trained", "skipped", "skipped_as", "steps",
-        "dropped", "dead_lettered", "control", "moved", "in_flight", "unread", "evals", "evals_batched", "evaluations",
-        "pruned", "predecessor", "successor", "learners", "unlabelled", "trajectories", "calls", "environments",
+        "dropped", "dead_lettered", "control", "in_flight", "unread", "evals", "evals_batched", "evaluations",
+        "pruned", "learners", "unlabelled", "trajectories", "calls", "environments",
         "selection", "configurations", "records_skipped", "unreadable", "undecided", "problems",
     }
     # fmt: on

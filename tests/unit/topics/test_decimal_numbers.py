@@ -11,7 +11,6 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.paused_partitions import note_paused
 from rollstream.topics.records import batch_numbers
-from rollstream.topics.run_splits import MOVED_FROM, moved_from
 from rollstream.topics.steering import DesiredState
 
 LONG = "9" * 5_000
@@ -43,7 +42,6 @@ def test_headers_ids_and_positions_with_endless_numbers_are_none_or_a_record_err
     def with_header(name: str, value: str) -> KafkaRecord:
         return KafkaRecord("r.rollouts", 0, 0, headers=((name, value.encode()),))
 
-    assert moved_from(with_header(MOVED_FROM, f"other:{LONG}:1")) is None
     assert note_of(with_header("rollstream.rollback.of", LONG)) is None
     assert LabelingProgress.decode(GroupPosition("t", 0, 7, f"id {LONG} 0 0 0")).since == 7
     for read in (lambda: batch_numbers(f"0-{LONG}"), lambda: source_of(with_header(SOURCE, f"0:{LONG}"))):

@@ -10,7 +10,6 @@ from rollstream.topics.fates import (
     DROP_REASONS,
     DROPPED,
     FATES,
-    MOVED,
     clip,
     dropped_for,
     fate_and_reason,
@@ -18,7 +17,7 @@ from rollstream.topics.fates import (
 
 
 def test_every_fate_is_listed_once() -> None:
-    assert FATES == (BATCHED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
+    assert FATES == (BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 
 
 @pytest.mark.parametrize("reason", [*DROP_REASONS, "a maker's: own", ""])

@@ -15,7 +15,6 @@ export const FATE_SIGNS = /** @type {Record<string, string>} */ ({
   dropped: "×",
   dead_lettered: "▲",
   control: "◇",
-  moved: "→",
 });
 
 /** @param {{ title: string, note?: Child, actions?: Child, children?: Child, wide?: boolean, id?: string }} props */

@@ -75,7 +75,6 @@ function placesOf(ledger) {
     ...Object.entries(ledger.dropped).map(([reason, n]) => ({ fate: "dropped", reason, label: `dropped: ${words(reason)}`, n })),
     { fate: "dead_lettered", label: "dead-lettered", n: ledger.dead_lettered },
     { fate: "control", label: "control", n: ledger.control },
-    ...(ledger.moved ? [{ fate: "moved", label: "moved to a successor", n: ledger.moved }] : []),
     { fate: "in_flight", label: "in flight", n: ledger.in_flight },
     { fate: "unread", label: "not yet read", n: ledger.unread },
   ];
@@ -123,7 +122,7 @@ function Offsets({ run, place }) {
   );
   // In the ledger a batched rollout stays batched when a step trains on it or skips it; in the list it has the later fate.
   const fate = place.fate === "batched" ? "batched,trained,skipped" : place.fate;
-  const listed = ["control", "dead_lettered", "moved"].includes(place.fate) ? null : { fate, reason: place.reason };
+  const listed = ["control", "dead_lettered"].includes(place.fate) ? null : { fate, reason: place.reason };
   return html`<div class="offsets">
     ${shown(
       pages.first,

@@ -101,17 +101,19 @@ def test_a_batch_holds_no_more_than_batch_bytes() -> None:
         assert batch.cut in ("size", "drain")
 
 
-def test_a_drain_cuts_sealed_groups_and_leaves_open_ones() -> None:
+def test_a_drain_cuts_sealed_groups_and_cancels_open_ones() -> None:
     d = driver(batch_rollouts=100)
     pair(d, "0")
     d.pipe(example_rollout("1a", 1.0, example_id="1"))
     d.drain()
     assert uids(d) == [("0a", "0b")]
     assert d.batches[0].cut == "drain"
-    assert d.fold.open_groups == 1
+    assert [(drop.reason, drop.detail) for drop in d.drops] == [
+        ("cancelled", "the run was drained before every member had come")
+    ]
+    assert d.fold.open_groups == d.fold.in_flight == 0
     d.pipe(example_rollout("1b", 0.0, example_id="1"))
-    d.drain()
-    assert uids(d)[1:] == [("1a", "1b")]
+    assert d.drops[-1].reason == "late"
 
 
 def test_members_without_trained_tokens_and_truncated_ones_are_batched() -> None:

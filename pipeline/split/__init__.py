@@ -1,1 +1,0 @@
-"""Splits a run, which continues as another run with another number of partitions."""
