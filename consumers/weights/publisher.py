@@ -50,15 +50,18 @@ class WeightsPublisher:
         *,
         channel: Channel | None = None,
         expire: bool = True,
+        first_version: int = 0,
     ) -> None:
         """`channel` connects to the other processes of the learner, each of which has a ShardMember.
+
+        `first_version` is the number of the run's first version.
 
         Without `expire`, no other version's chunks and files are removed: a publisher that may have other settings than
         the learner leaves that to the learner.
         """
         self._config = config
         self._run, self._learner = run, learner
-        self._model = model
+        self._model, self._first_version = model, first_version
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
@@ -92,9 +95,14 @@ class WeightsPublisher:
 
     @property
     def latest_version(self) -> int:
-        """Highest version published, -1 before the first. A version counts even if its manifest is unreadable here,
-        because a newer release wrote it or it is damaged."""
-        return max((*self._manifests, *self._unreadable), default=-1)
+        """Highest version published; before the first, the number before it. A version counts even if its manifest is
+        unreadable here, because a newer release wrote it or it is damaged."""
+        return max((*self._manifests, *self._unreadable), default=self._first_version - 1)
+
+    @property
+    def has_none(self) -> bool:
+        """Whether the run has no version yet."""
+        return not self._manifests and not self._unreadable
 
     def manifest(self, version: int) -> PolicyManifest | None:
         """Return the manifest of a published version; None if no version has that number."""

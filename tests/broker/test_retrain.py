@@ -219,9 +219,9 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     assert made[6].params_digest == recorded[6].params_digest
     assert [made[step].uses for step in (7, 8)] == [recorded[step].uses for step in (7, 8)]
     assert all(made[step].params_digest != recorded[step].params_digest for step in (7, 8))
-    assert [made[step].policy_version for step in (6, 7, 8)] == [0, 1, 2]
+    assert [made[step].policy_version for step in (6, 7, 8)] == [6, 7, 8]
     assert {made[step].input_run for step in made} == {source.name}
-    assert sorted(read_manifests(source.kafka, into)) == [0, 1, 2]
+    assert sorted(read_manifests(source.kafka, into)) == [6, 7, 8]
 
     assert f"run {into} has steps already" in refused(answers["fork again"])
     assert "is the run itself" in refused(answers["fork into itself"])

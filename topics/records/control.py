@@ -67,6 +67,8 @@ class ForkedLearner:
     input_run: str
     position: int
     """Oldest offset in the index of `input_run` from which it may read."""
+    first_version: int = 0
+    """Number of the first policy version that it publishes, which continues the numbers of the source run."""
     wall_time: float = 0.0
 
 

@@ -15,11 +15,11 @@ from rollstream.consumers.learner.records.checkpoint_paths import COMMITTED, MET
 from rollstream.topics.errors import ConfigurationError, StateRefused
 
 
-def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, int] = MappingProxyType({})) -> None:
+def copy_checkpoint(source: Path, step: int, target: Path, changed: Mapping[str, int] = MappingProxyType({})) -> None:
     """Copy the checkpoint of a step, without its recent steps, and the reference parameters, if any.
 
-    If the new learner reads another index, `places` holds its places in that index, under the names that `places_in`
-    returns.
+    `changed` replaces fields of the learner's position, such as its places in another index, under the names that
+    `places_in` returns.
 
     Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
     this step, ConfigurationError if the target holds another checkpoint or a copy with other places.
@@ -33,7 +33,7 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
             raise ConfigurationError(
                 f"{target} already holds checkpoints of steps {held}; give another run, or another learner.name"
             )
-        if (target / str(step) / META).read_text() != _without_steps(source / str(step) / META, places):
+        if (target / str(step) / META).read_text() != _without_steps(source / str(step) / META, changed):
             raise ConfigurationError(
                 f"{target} already holds a copy of step {step} from another source, or for another index; give another "
                 "run, or another learner.name"
@@ -41,7 +41,7 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
         return
     if is_remote(target):
         _copy_reference(source, target)
-        _copy_to_store(source / str(step), target / str(step), places)
+        _copy_to_store(source / str(step), target / str(step), changed)
         return
     target.mkdir(parents=True, exist_ok=True)
     # Copied next to the target, where no learner reads; the rename to the target is atomic.
@@ -49,16 +49,16 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
     try:
         _copy_reference(source, target)
         shutil.copytree(source / str(step), copy)
-        (copy / META).write_text(_without_steps(copy / META, places), encoding="utf-8")
+        (copy / META).write_text(_without_steps(copy / META, changed), encoding="utf-8")
         copy.rename(target / str(step))
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def _copy_to_store(source: Path, target: Path, places: Mapping[str, int]) -> None:
+def _copy_to_store(source: Path, target: Path, changed: Mapping[str, int]) -> None:
     """Copy a checkpoint to an object store, which cannot rename: the file that marks it complete is written last."""
     _copy_files(source, target, but=(META, COMMITTED))
-    (target / META).write_text(_without_steps(source / META, places))
+    (target / META).write_text(_without_steps(source / META, changed))
     (target / COMMITTED).write_text("")
 
 
@@ -71,8 +71,8 @@ def _copy_files(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> Non
             (target / path.name).write_bytes(path.read_bytes())
 
 
-def _without_steps(meta: Path, places: Mapping[str, int]) -> str:
-    return json.dumps({**json.loads(meta.read_text()), **places, "recent_steps": []})
+def _without_steps(meta: Path, changed: Mapping[str, int]) -> str:
+    return json.dumps({**json.loads(meta.read_text()), **changed, "recent_steps": []})
 
 
 def places_in(source: Path, step: int) -> dict[str, int]:

@@ -27,6 +27,7 @@ from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.logs import event
 from rollstream.topics.params_checksum import CHECKSUM
 from rollstream.topics.params_digest import digest_as
@@ -97,9 +98,12 @@ class StepRecorder(Closing):
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._dtype = published_dtype(config)
         self._code = code_of(config)
-        self._publisher = self._stack.enter_context(
-            closing(WeightsPublisher(kafka, run, config.name, model, config.weights, channel=channel))
+        forked = forked_learners(kafka, run).get(config.name)
+        first = 0 if forked is None else forked.first_version
+        publisher = WeightsPublisher(
+            kafka, run, config.name, model, config.weights, channel=channel, first_version=first
         )
+        self._publisher = self._stack.enter_context(closing(publisher))
         # A record without a digest holds skips of a step that was never completed.
         recorded = read_steps(kafka, run, config.name)
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
@@ -223,7 +227,7 @@ class StepRecorder(Closing):
         staged: PolicyManifest | None = None
         if manifest is not None:
             self._skip(step)
-        elif params.arrays is not None and step % self._config.publish_every_steps == 0:
+        elif params.arrays is not None and (step % self._config.publish_every_steps == 0 or self.publishes_again(step)):
             manifest = staged = self._stage(step, params.arrays, digest, {"snapshot_s": params.seconds})
         record = LearnerStep(
             learner=self._config.name,
@@ -323,13 +327,13 @@ class StepRecorder(Closing):
         self._log.commit([self._log.record(record)])
 
     def publishes_again(self, step: int) -> bool:
-        """Whether a learner that resumes after a step on record publishes its parameters, although it already did or
-        the step publishes no version.
+        """Whether a learner that resumes after a step publishes its parameters, although it already did or the step
+        publishes no version.
 
-        It does if nobody can fetch the newest version: workers that hold no version would make no batches for the next
-        step, and without a step there would be no next version.
+        It does if the run has no version, as a fork has none, or if nobody can fetch the newest version: workers that
+        hold no version would make no batches for the next step, and without a step there would be no next version.
         """
-        return step in self._recorded and self._publisher.newest_is_lost
+        return self._publisher.has_none or (step in self._recorded and self._publisher.newest_is_lost)
 
     def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
         """Raise StateRefused if the parameters after a step must equal those on record but differ.
