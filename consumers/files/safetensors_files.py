@@ -1,24 +1,32 @@
 """Safetensors files as numpy arrays, bfloat16 included: read as views of the file, written completely or not at all.
 
-The format: https://github.com/huggingface/safetensors#format. A view reads only the parts that are accessed.
+A view reads only the parts that are accessed. The library would hold a whole file in memory to write it, and copies
+what it reads, so only its check of headers is used: https://github.com/huggingface/safetensors#format.
 """
 
 import json
 import math
 import mmap
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from rollstream.consumers.files.atomic_files import replacing
 from rollstream.topics.errors import RollstreamError
 
+DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of parameters, by their names in the format."""
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000
 
 
 class CheckpointRefused(RollstreamError):
@@ -26,49 +34,28 @@ class CheckpointRefused(RollstreamError):
     config.json names."""
 
 
-@cache
-def dtypes() -> dict[str, np.dtype[Any]]:
-    """Dtypes of parameters, by their names in the format."""
-    # Imported here because tools that read no tensors may lack ml_dtypes, which is installed with JAX.
-    import ml_dtypes
-
-    return {
-        "F64": np.dtype("<f8"),
-        "F32": np.dtype("<f4"),
-        "F16": np.dtype("<f2"),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-    }
-
-
 def read(path: Path) -> dict[str, NDArray[Any]]:
     """Read-only views of all tensors of a file, by name. Raises CheckpointRefused if it is unreadable or damaged."""
     try:
+        with safe_open(path, "np") as file:
+            tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            entries = [(name, tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors]
+        for name, dtype, _shape in entries:
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} is {dtype}, not one of {', '.join(DTYPES)}")
         data = np.memmap(path, np.uint8, "r")
-        length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
-        if length > min(_MOST_HEADER_BYTES, len(data) - _LENGTH_BYTES):
-            raise ValueError(f"its header would be {length} bytes")
-        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
-        header.pop("__metadata__", None)
-        body = data[_LENGTH_BYTES + length :]
-        return {name: _view(body, name, **entry) for name, entry in header.items()}
     except OSError as error:
         raise CheckpointRefused(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (SafetensorError, ValueError) as error:
         raise CheckpointRefused(f"{path} is not an intact safetensors file ({error}); fetch it again") from error
-
-
-def _view(
-    body: NDArray[np.uint8], name: str, *, dtype: str, shape: list[int], data_offsets: tuple[int, int]
-) -> NDArray[Any]:
-    begin, end = data_offsets
-    known = dtypes()
-    if dtype not in known:
-        raise ValueError(f"{name} is {dtype}, not one of {', '.join(known)}")
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(body):
-        raise ValueError(f"{name} of shape {shape} lies at {begin} to {end} of {len(body)} bytes")
-    if end - begin != math.prod(shape) * known[dtype].itemsize:
-        raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - begin} bytes")
-    return body[begin:end].view(known[dtype]).reshape(shape)
+    # get_tensor copies; but tensors lie one behind the other up to the end of the file, which safe_open has checked.
+    views: dict[str, NDArray[Any]] = {}
+    end = len(data)
+    for name, dtype, shape in reversed(entries):
+        begin = end - math.prod(shape) * DTYPES[dtype].itemsize
+        views[name] = data[begin:end].view(DTYPES[dtype]).reshape(shape)
+        end = begin
+    return views
 
 
 def release(view: NDArray[Any]) -> None:
@@ -97,7 +84,7 @@ class Storable(Protocol):
 
 
 def write(path: Path, tensors: Mapping[str, Storable]) -> None:
-    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that is not in `dtypes`, and
+    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that is not in `DTYPES`, and
     StoreError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -110,11 +97,11 @@ def write(path: Path, tensors: Mapping[str, Storable]) -> None:
     with replacing(path) as file:
         file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
         for name, tensor in tensors.items():
-            file.write(np.ascontiguousarray(tensor, dtypes()[_name(name, tensor.dtype)]).tobytes())
+            file.write(np.ascontiguousarray(tensor, DTYPES[_name(name, tensor.dtype)]).tobytes())
 
 
 def _name(tensor: str, dtype: np.dtype[Any]) -> str:
-    for name, known in dtypes().items():
+    for name, known in DTYPES.items():
         if dtype.newbyteorder("<") == known:
             return name
-    raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, dtypes().values()))}")
+    raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, DTYPES.values()))}")

@@ -339,7 +339,6 @@ class _LazyArray:
 
     def __init__(self, array: Any, dtype: DTypeLike | None) -> None:
         self._array = array
-        safetensors_files.dtypes()  # Registers bfloat16 with numpy.
         self.dtype = np.dtype(dtype or array.dtype)
         self.shape = tuple(array.shape)
 

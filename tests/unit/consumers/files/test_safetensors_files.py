@@ -56,12 +56,23 @@ def test_any_bytes_are_a_file_or_refused(tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("header", "why"),
     [
-        (b"[" * 100_000, "recursion"),
-        (b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}', "lies at 0 to -4"),
-        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "has 4 bytes"),
-        (b'{"a":{"dtype":"F32","shape":[20],"data_offsets":[0,80]}}', "lies at 0 to 80 of 64 bytes"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,-4]}}', "integer `-1`"),
+        (b'{"a":{"dtype":"F32","shape":[20],"data_offsets":[0,80]}}', "not fully covered"),
+        (b'{"a":{"dtype":"I8","shape":[64],"data_offsets":[0,64]}}', "a is I8, not one of F64, F32, F16, BF16"),
     ],
 )
 def test_what_is_wrong_is_named(header: bytes, why: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointRefused, match=why):
         safetensors_files.read(write(tmp_path / "evil.safetensors", header))
+
+
+def test_views_are_the_bytes_of_their_tensors(tmp_path: Path) -> None:
+    tensors = {"b": ("F32", [2, 3], [0, 24]), "none": ("F16", [0, 4], [24, 24]), "a": ("BF16", [5, 4], [24, 64])}
+    header = {
+        name: dict(zip(("dtype", "shape", "data_offsets"), entry, strict=True)) for name, entry in tensors.items()
+    }
+    views = safetensors_files.read(write(tmp_path / "model.safetensors", json.dumps(header).encode()))
+    assert {name: (view.shape, view.tobytes()) for name, view in views.items()} == {
+        name: (tuple(shape), BODY[begin:end]) for name, (_dtype, shape, (begin, end)) in tensors.items()
+    }

@@ -69,7 +69,7 @@ def test_merging_adds_alpha_over_rank_times_the_product() -> None:
             up, down = params[f"{projection}.lora_B.weight"], params[f"{projection}.lora_A.weight"]
             expected = expected + 12.0 / 4 * up.astype(np.float64) @ down.astype(np.float64)
         np.testing.assert_allclose(array, expected, atol=1e-6)
-    stored = {name: array.astype(safetensors_files.dtypes()["BF16"]) for name, array in params.items()}
+    stored = {name: array.astype(safetensors_files.DTYPES["BF16"]) for name, array in params.items()}
     assert {array.dtype.name for array in merged(MODEL, stored).values()} == {"bfloat16"}
 
 
