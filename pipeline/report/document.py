@@ -48,18 +48,23 @@ _SECTIONS: Mapping[str, tuple[_Chart, ...]] = {
 
 def document(facts: RunFacts) -> str:
     """Return the report as HTML."""
+    parts = [_head(facts), _figures(facts), *_charts(facts), _ledger(facts), _drops(facts), _versions(facts)]
+    parts += [_rollouts("Best rollouts", facts.best), _rollouts("Worst rollouts", facts.worst), _commands(facts)]
+    return page(f"{facts.run}: report of a run", "".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """Return a page with the style of reports; `body` is HTML."""
     style = files("rollstream.pipeline.report").joinpath("style.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    parts = [_head(facts), _figures(facts), *_charts(facts), _ledger(facts), _drops(facts), _versions(facts)]
-    parts += [_rollouts("Best rollouts", facts.best), _rollouts("Worst rollouts", facts.worst), _commands(facts)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{_text(facts.run)}: report of a run</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
-        f"{''.join(parts)}</main>\n</body>\n</html>\n"
+        f"<title>{_text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        f"{body}</main>\n</body>\n</html>\n"
     )
 
 
@@ -139,11 +144,11 @@ def _charts(facts: RunFacts) -> Iterator[str]:
         for one in charts:
             curves = [curve for _name, curve in _curves_of(facts, one.names)]
             if curves:
-                drawn.append(_figure(one.title, one.about, curves, number))
+                drawn.append(figure(one.title, one.about, curves, number))
                 number += 1
         if section == "Flow" and facts.spread is not None:
             about = "share of groups whose members all have one reward, by policy version"
-            drawn.append(_figure("Groups of zero variance", about, [facts.spread], number))
+            drawn.append(figure("Groups of zero variance", about, [facts.spread], number))
         if drawn:
             yield f'<section><h2>{section}</h2><div class="charts">{"".join(drawn)}</div></section>\n'
 
@@ -157,7 +162,8 @@ def _curves_of(facts: RunFacts, names: Sequence[str]) -> list[tuple[str, Curve]]
     ]
 
 
-def _figure(title: str, about: str, curves: Sequence[Curve], number: int) -> str:
+def figure(title: str, about: str, curves: Sequence[Curve], number: int) -> str:
+    """Return a chart with a table of its curves; `number` is unique among the charts of a page."""
     rows = "".join(
         f'<tr><th scope="row"><span class="key c{i % COLOURS}"></span>{_text(c.name)}</th>'
         f"<td>{number_text(c.values[0])}</td><td>{number_text(min(c.values))}</td><td>{number_text(max(c.values))}</td>"

@@ -25,15 +25,15 @@ from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.reading_evidence import append_times, coverage, handovers, readings
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts
-from rollstream.pipeline.run.scale_drawing import picture, text
 from rollstream.pipeline.run.scale_report import ScaleReport
 from rollstream.pipeline.run.scale_series import ScalePoint, ScaleSeries
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.synthetic_load import SyntheticWorkers, duration_s
+from rollstream.pipeline.tools.top import sparkline
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 
-PICTURE = "scale.svg"
+PICTURE = "scale.html"
 _POINT_S = 1.0
 """Time between two points of the series."""
 _SETTLED_POINTS = 3
@@ -58,9 +58,7 @@ def _demo(
 ) -> int:
     """Run the demo in its folder. `began` is its start on the monotonic clock, in seconds."""
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
-    display: Display[ScaleSeries] = Display(
-        json=args.json, began=began, line=_line, frame=lambda series, width: "\n".join(text(series, min(width, 120)))
-    )
+    display: Display[ScaleSeries] = Display(json=args.json, began=began, line=_line, frame=_frame)
     with ExitStack() as stack:
         stack.callback(workspace.leave, config, keep=args.keep)
         try:
@@ -73,9 +71,7 @@ def _demo(
         except Interrupted as interrupted:
             display.say(f"{interrupted}: stopping what was started")
             raise
-    (config.run_dir / PICTURE).write_text(
-        picture(report.series, "rollstream: grouping scales with its lag", report.summary()), encoding="utf-8"
-    )
+    (config.run_dir / PICTURE).write_text(report.as_page(), encoding="utf-8")
     workspace.write_report(config, report.as_dict())
     print(json.dumps(report.as_dict()) if args.json else f"\n{report.as_text()}", flush=True)
     return 0 if report.passed else 1
@@ -214,4 +210,12 @@ def _line(series: ScaleSeries) -> str:
     return (
         f"lag {newest.lag:6,}   processes {newest.processes} of {newest.wanted} wanted   "
         f"written {series.produced_per_s[-1]:6,.0f}/s   read {series.read_per_s[-1]:6,.0f}/s"
+    )
+
+
+def _frame(series: ScaleSeries, width: int) -> str:
+    """Return a line for each series: its name, its newest value and its course."""
+    curves = [curve for curves in series.panels.values() for curve in curves.items()]
+    return "\n".join(
+        f"{name:16} {values[-1] if values else 0:8,.0f} {sparkline(values, width - 26)}" for name, values in curves
     )

@@ -3,8 +3,11 @@
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
+from rollstream.pipeline.report.document import figure, page
+from rollstream.pipeline.report.line_chart import Curve
 from rollstream.pipeline.run.demo_report import ledger_text, verification_text
 from rollstream.pipeline.run.reading_evidence import Coverage, Handover
 from rollstream.pipeline.run.scale_series import ScaleSeries
@@ -105,11 +108,19 @@ class ScaleReport:
         """The report for people."""
         return "\n\n".join((self._load(), self._processes(), self._rollouts(), self._books(), self._places()))
 
-    def summary(self) -> tuple[str, ...]:
-        """Lines of text for the picture."""
+    def as_page(self) -> str:
+        """The report's charts as a page of HTML."""
         held = f"; one process reads at most {self.limit_per_s:,.0f} per second" if self.limit_per_s else ""
         rollouts = f"{self.written:,} rollouts over {self.partitions} partitions{held}"
-        return f"run {self.run}, seed {self.seed}: {rollouts}", self.rule
+        lines = (f"run {self.run}, seed {self.seed}: {rollouts}", self.rule)
+        seconds = [round(at_s) for at_s in self.series.times]
+        panels = self.series.panels if seconds else {}
+        figures = (
+            figure(title, "by second", [Curve(name, seconds, values) for name, values in curves.items()], number)
+            for number, (title, curves) in enumerate(panels.items())
+        )
+        head = "<h1>Grouping scales with its lag</h1>" + "".join(f"<p>{escape(line)}</p>" for line in lines)
+        return page(f"{self.run}: scaling", f'<header>{head}</header>\n<div class="charts">{"".join(figures)}</div>\n')
 
     def _load(self) -> str:
         lines = [

@@ -67,6 +67,15 @@ class ScaleSeries:
         return _rates(self.times, tuple(point.read for point in self.points))
 
     @property
+    def panels(self) -> dict[str, dict[str, tuple[float, ...]]]:
+        """The series to draw, by the title of their chart and their name."""
+        return {
+            "Records that wait (lag)": {"lag": self.lags},
+            "Grouping processes": {"processes": self.processes},
+            "Records a second": {"rollouts written": self.produced_per_s, "records read": self.read_per_s},
+        }
+
+    @property
     def peak_lag(self) -> int:
         """Highest lag."""
         return max((point.lag for point in self.points), default=0)

@@ -1,6 +1,7 @@
 """The report of a demo of scaling: it passes only if processes came and went, and every rollout was read once."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,7 +51,7 @@ REPORT = ScaleReport(
     verify={"batches": 30, "mismatches": 0},
     seconds=99.0,
     kept=False,
-    places={"picture": "scale.svg"},
+    places={"picture": "scale.html"},
     next=("rollstream demo --scale",),
 )
 
@@ -96,3 +97,12 @@ def test_a_promise_that_did_not_hold_is_named(changed: dict[str, object], words:
 def test_rates_are_means_over_three_seconds() -> None:
     produced = series(*[1] * 6).produced_per_s
     assert produced == (0.0, *[50.0] * 5)
+
+
+def test_the_page_shows_the_figures_of_the_report() -> None:
+    page = replace(REPORT, run="a & b").as_page()
+    assert "run a &amp; b, seed 3: 1,000 rollouts over 8 partitions; one process reads at most 150 per second" in page
+    assert page.count("<polyline") == 4
+    assert re.search("lag</th><td>[0-9]+</td><td>[0-9]+</td><td>400</td>", page)
+    assert 'processes</th><td>1</td><td>1</td><td>4</td><td data-value="1.0">1</td>' in page
+    assert "<svg" not in replace(REPORT, series=ScaleSeries()).as_page()
