@@ -31,15 +31,13 @@ from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks, serve_newest
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
-from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
+from rollstream.consumers.learner.records.snapshot import Snapshots
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
-from rollstream.consumers.learner.step_rules import NEWEST, StepRules, rules_of
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.throughput import throughput_metrics
-from rollstream.consumers.learner.training.train_step import Metrics, Params
-from rollstream.consumers.learner.training.train_steps import TrainSteps
+from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
 from rollstream.consumers.models.config import manifest_model
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.shard_member import ShardMember
@@ -56,8 +54,7 @@ from rollstream.topics.steering_follower import SteeringFollower
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_COPIES = "copies"
-_RULES_OF_STEP_0 = "rules-of-step-0"
+_PUBLISHES_AGAIN = "publishes-again"
 _WARN_EVERY_STEPS = 100
 _MOST_NAMED = 20
 
@@ -111,8 +108,7 @@ class _Learner:
         self._sinks: MetricSinks | None = None
         self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name, owner=True))
-        self._train_steps = TrainSteps(config)
-        self._train_step = self._train_steps.newest
+        self._train_step = TrainStep(config)
         self._dtype = published_dtype(config)
         self._snapshots = Snapshots(self._dtype)
         self._fingerprint = fingerprint(config)
@@ -121,7 +117,6 @@ class _Learner:
         self._reference: Params | None = None
         self._teacher: Params | None = None
         self._position = LearnerPosition()
-        self._compares_arrays_until = -1
         self._waited_s = 0.0
         self._waited_for_snapshot_s = 0.0
         self._warn_again_at = 0
@@ -131,7 +126,6 @@ class _Learner:
         """Restore the newest checkpoint, or create one of step 0; then put that step and its version on record."""
         restored = self._checkpoints.restore(self._state, fingerprint=self._fingerprint)
         metrics: Metrics = {}
-        rules = NEWEST
         if restored is None:
 
             def warming(done: int, updates: int, loss: float) -> None:
@@ -139,8 +133,7 @@ class _Learner:
                 event(logger, "warm_start", update=done, of=updates, loss=round(loss, 4))
 
             on_progress("warm start, preparing examples and compiling")
-            rules = self._rules_of_step_0()
-            self._state, metrics = begin(self._train_steps.of(rules), warm_start_examples(), warming)
+            self._state, metrics = begin(self._train_step, warm_start_examples(), warming)
             if self._config.reference == "initial":
                 # Saved before the first checkpoint, so that every checkpoint has a reference.
                 self._checkpoints.save_reference(self._state.params)
@@ -164,7 +157,7 @@ class _Learner:
             self._recorder.resend(self._position.recent_steps)
         self._name_first_needed()
         step = int(self._state.step)
-        params = self._params_after(step, self._state.params, again=self._share_rules(step))
+        params = self._params_after(step, self._state.params, again=self._publishes_again(step))
         self._recording = self._stack.enter_context(RecordingThread())
         if self._recorder is None:
             self._contribute(lambda: params)
@@ -176,7 +169,7 @@ class _Learner:
                 self._recorder.compare(step, params, recorded.uses)
             self._sinks = self._open_sinks(self._recorder)
             if recorded is None:
-                self._record((), self._position.position, metrics, lambda: params, rules)
+                self._record((), self._position.position, metrics, lambda: params)
                 self._recording.wait()
             event(
                 logger,
@@ -253,8 +246,7 @@ class _Learner:
         """Train, publish and record one step."""
         began = time.monotonic()
         given = loaded.packed if loaded.placed is None else loaded.placed
-        train_step = self._train_steps.of(loaded.plan.rules)
-        self._state, metrics = train_step.train(
+        self._state, metrics = self._train_step.train(
             self._state, given, self._reference, self._teacher, self._wait_for_snapshot
         )
         trained_s = time.monotonic() - began
@@ -280,28 +272,17 @@ class _Learner:
             "time/wait_for_snapshot": self._waited_for_snapshot_s,
         }
         self._ended = ended
-        self._record(uses, plan.position, metrics, take, plan.rules, plan.oldest, plan.stream_time_ms)
+        self._record(uses, plan.position, metrics, take, plan.oldest, plan.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
 
-    def _rules_of_step_0(self) -> StepRules:
-        """Rules of the warm start: the recorded rules if this learner has lost its checkpoints, else the newest."""
+    def _publishes_again(self, step: int) -> bool:
+        """Whether the parameters after `step`, from which this learner resumes, are published again: in every process,
+        the answer of the lead."""
         if self._recorder is None:
-            return msgspec.json.decode(self._team.receive(_RULES_OF_STEP_0), type=StepRules)
-        rules = rules_of(self._recorder.recorded(0))
-        self._team.publish(_RULES_OF_STEP_0, msgspec.json.encode(rules))
-        return rules
-
-    def _share_rules(self, step: int) -> bool:
-        """Tell every process up to which step it copies the parameters, to compare them with the record; return whether
-        the parameters after `step`, from which this learner resumes, are published again."""
-        if self._recorder is not None:
-            self._compares_arrays_until = self._recorder.compares_arrays_until
-            again = self._recorder.publishes_again(step)
-            self._team.publish(_COPIES, msgspec.json.encode((self._compares_arrays_until, again)))
-        else:
-            copies = msgspec.json.decode(self._team.receive(_COPIES), type=tuple[int, bool])
-            self._compares_arrays_until, again = copies
+            return msgspec.json.decode(self._team.receive(_PUBLISHES_AGAIN), type=bool)
+        again = self._recorder.publishes_again(step)
+        self._team.publish(_PUBLISHES_AGAIN, msgspec.json.encode(again))
         return again
 
     def _taking(self, step: int) -> Callable[[], StepParams]:
@@ -323,17 +304,12 @@ class _Learner:
             self._waited_for_snapshot_s = self._recording.wait_until_taken()
 
     def _params_after(self, step: int, params: Params, *, again: bool = False) -> StepParams:
-        """Digest of the parameters after a step, with copies if the step publishes them or is compared by copies, or if
-        they are published `again`."""
-        began = time.monotonic()
-        compared, arrays = None, None
-        if step <= self._compares_arrays_until:
-            compared = snapshot(params, keep=() if self._recorder is None else None)
+        """Digest of the parameters after a step, with copies if they are published, maybe `again`."""
+        began, arrays = time.monotonic(), None
         if again or step % self._config.publish_every_steps == 0:
-            alone = self._team.processes == 1
-            arrays = compared if alone and compared else self._snapshots.take(params, keep=self._owned)
+            arrays = self._snapshots.take(params, keep=self._owned)
         digest = device_checksum(params)
-        return StepParams(digest, arrays, compared, time.monotonic() - began)
+        return StepParams(digest, arrays, time.monotonic() - began)
 
     def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
         """Log which rollouts could not be trained on."""
@@ -371,27 +347,22 @@ class _Learner:
             self._warn_again_at = 0
 
     def _add_up(self, step: int, loaded: LoadedStep) -> StepTotals:
-        """In the lead, return the totals over all processes; elsewhere, return the process's own totals.
-
-        Raises StateRefused if processes that each packed the whole step have different totals.
-        """
+        """Return the totals of the step. In the lead, raises StateRefused if another process packed other totals."""
         outcomes = loaded.outcomes
         if self._team.process:
-            self._team.publish(f"outcomes/{step}/{self._team.process}", msgspec.json.encode(outcomes))
+            self._team.publish(f"outcomes/{step}/{self._team.process}", msgspec.json.encode(outcomes.counts()))
             return outcomes
         others = range(1, self._team.processes)
         totals = [self._team.receive(f"outcomes/{step}/{process}") for process in others]
         # A process that sent its totals has received the plan of the step, which can then be deleted.
         for key in (f"step/{step}", *(f"outcomes/{step}/{process}" for process in others)):
             self._team.forget(key)
-        theirs = [msgspec.json.decode(value, type=StepTotals) for value in totals]
-        if not loaded.packed.whole:
-            return sum(theirs, outcomes)
-        for process, other in zip(others, theirs, strict=True):
-            if other.counts() != outcomes.counts():
+        for process, total in zip(others, totals, strict=True):
+            counts = msgspec.json.decode(total, type=dict[str, int])
+            if counts != outcomes.counts():
                 raise StateRefused(
-                    f"process {process} of learner {self._config.name!r} packed {other.counts()} in step {step}, but "
-                    f"the lead packed {outcomes.counts()}; give all processes the same release and settings"
+                    f"process {process} of learner {self._config.name!r} packed {counts} in step {step}, but the lead "
+                    f"packed {outcomes.counts()}; give all processes the same release and settings"
                 )
         return outcomes
 
@@ -401,7 +372,6 @@ class _Learner:
         position: int,
         metrics: Metrics,
         take: Callable[[], StepParams],
-        rules: StepRules,
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
@@ -424,7 +394,6 @@ class _Learner:
                 metrics,
                 params,
                 self._position,
-                rules=rules,
                 oldest=oldest,
                 stream_time_ms=stream_time_ms,
             )

@@ -15,7 +15,6 @@ PLAIN_TOKENS = 1024
 """Longest rows that `auto` gives to `plain`: at most four blocks of queries."""
 QUERY_BLOCK = 256
 """Number of queries, and of keys, whose scores `blocks` holds at once."""
-_EARLIER = {"auto": "auto_whole_rows", "blocks": "whole_rows"}
 
 
 def attend(
@@ -36,17 +35,14 @@ def attend(
 
     On a mesh that splits tokens, each device gathers keys and values of whole rows, and attends with its own queries.
     """
-    if implementation.startswith("auto"):
-        chosen = choose_implementation(q.shape[1])
-        implementation = chosen if implementation == "auto" else earlier_implementation(chosen)
+    if implementation == "auto":
+        implementation = choose_implementation(q.shape[1])
     if sequence_parts(q.shape[1]) > 1:
         return _over_sequence(q, k, v, segment_ids, implementation == "plain", window)
     if implementation == "plain":
         return masked(q, k, v, _mask(segment_ids, segment_ids, 0, window))
     if implementation == "blocks":
         return causal_blocks(q, k, v, segment_ids, 0, QUERY_BLOCK, window)
-    if implementation == "whole_rows":
-        return _whole_rows(q, k, v, segment_ids, window)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, window=window)
     raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
@@ -85,11 +81,6 @@ def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int, wind
     if window:
         causal &= queries - keys < window
     return (query_ids[:, :, None] == key_ids[:, None, :]) & causal
-
-
-def earlier_implementation(implementation: str) -> str:
-    """Return the implementation that gives the bits of earlier releases, whose `blocks` attended to whole rows."""
-    return _EARLIER.get(implementation, implementation)
 
 
 def _over_sequence(
@@ -134,27 +125,6 @@ def _gathered_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
-
-
-def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: int) -> jax.Array:
-    """Attend one block of queries after another to whole rows; the backward pass recomputes the scores of each block.
-
-    Steps that were recorded with this implementation are executed again with it.
-    """
-    rows, length, *head_shape = q.shape
-    count = -(-length // QUERY_BLOCK)
-    padding = count * QUERY_BLOCK - length
-    queries = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(rows, count, QUERY_BLOCK, *head_shape)
-    ids = jnp.pad(segment_ids, ((0, 0), (0, padding))).reshape(rows, count, QUERY_BLOCK)
-
-    @jax.checkpoint
-    def block(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        queries, ids, start = inputs
-        return masked(queries, k, v, _mask(ids, segment_ids, start, window))
-
-    starts = QUERY_BLOCK * jnp.arange(count)
-    attended = jax.lax.map(block, (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(ids, 1, 0), starts))
-    return jnp.moveaxis(attended, 0, 1).reshape(rows, count * QUERY_BLOCK, *head_shape)[:, :length]
 
 
 def splash_attention(

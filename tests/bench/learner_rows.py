@@ -193,12 +193,12 @@ def _supply(
 ) -> Iterator[Any]:
     """The steps of a run, as a learner gets them."""
     from rollstream.consumers.learner.input.batch_selection import BatchSelection
-    from rollstream.consumers.learner.input.step_loader import ShareLoader, StepLoader
+    from rollstream.consumers.learner.input.step_loader import BatchLoader, StepLoader
     from rollstream.consumers.learner.parallel.team import Alone
 
     class BenchSource:
         def __init__(self, stack: ExitStack) -> None:
-            loader = stack.enter_context(closing(ShareLoader(config, settings.kafka, run)))
+            loader = stack.enter_context(closing(BatchLoader(config, settings.kafka, run)))
             self.load: Callable[[Any], Any] = loader.load
             self._selection = BatchSelection(
                 stack.enter_context(IndexReader(settings.kafka, run)),

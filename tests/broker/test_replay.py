@@ -5,7 +5,6 @@ import os
 import signal
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
@@ -13,9 +12,7 @@ from rollstream.consumers.learner.records.learner_position import LearnerPositio
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of, trained_rows
-from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.params_digest import whole_digest
 from rollstream.topics.records import BatchUse, LearnerStep
 from rollstream.topics.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
@@ -163,23 +160,3 @@ def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_
     (answer,) = [json.loads(line) for line in run.log_of(audit).splitlines() if '"steps":' in line]
     assert [step["step"] for step in answer["steps"]] == list(range(15))
     assert all(step["recorded"] == step["again"] for step in answer["steps"])
-
-
-def test_a_step_that_an_earlier_release_recorded_is_compared_by_its_rule(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    arrays = {"w": np.arange(4, dtype="<f4")}
-    params = StepParams("new.checksum", arrays, arrays)
-    other = StepParams("new.checksum", None, {"w": np.zeros(4, "<f4")})
-    config = LearnerConfig(publish_every_steps=100, max_policy_lag=99)
-    with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
-        assert recorder.compares_arrays_until == -1
-        made = recorder.record(0, (), 0, {}, params, LearnerPosition())
-        recorder.resend((replace(made, step=1, params_digest=whole_digest(arrays)),))
-    with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
-        assert recorder.compares_arrays_until == 1
-        recorder.compare(0, params, ())
-        with pytest.raises(StateRefused, match=r"step 1 .* executed again"):
-            recorder.compare(1, other, ())
-        again = recorder.record(1, (), 0, {}, params, LearnerPosition())
-        assert again.params_digest == whole_digest(arrays)
-        assert recorder.record(2, (), 0, {}, params, LearnerPosition()).params_digest == "new.checksum"

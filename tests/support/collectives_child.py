@@ -14,7 +14,6 @@ from jax.experimental import topologies
 
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.learner.parallel.mesh import build_mesh
-from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 
@@ -49,7 +48,6 @@ class Job:
     """data, fsdp and tensor of each."""
     topology: str = ""
     """A TPU topology; empty: the devices of this process."""
-    reduction: str = "shares"
     reduce_dtype: str = "compute"
 
 
@@ -57,12 +55,11 @@ def main() -> None:
     """Print for each mesh the reductions of the compiled gradient, and the dtypes that its program scatters."""
     job = msgspec.json.decode(sys.argv[1], type=Job)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=job.topology).devices if job.topology else None
-    rules = replace(NEWEST, reduction=job.reduction) if job.reduction != "compiler" else StepRules()
     collected = []
     for data, fsdp, tensor in job.meshes:
         sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
         config = replace(CONFIG, mesh=sizes, reduce_dtype=job.reduce_dtype)
-        step = TrainStep(config, build_mesh(sizes, devices), rules)
+        step = TrainStep(config, build_mesh(sizes, devices))
         lowered = next(function for name, function in step.lower().items() if name.startswith("gradient"))
         reductions = [
             (operation, dtype, [int(size) for size in shape.split(",") if size])

@@ -39,7 +39,7 @@ CONFIG = LearnerConfig(
     max_steps=10,
 )
 ROLLOUTS = (60, 5, 1)
-"""Rollouts of each step; the second leaves a process of two without any in its first update, the third an update."""
+"""Rollouts of each step; the third leaves an update without any."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,6 @@ def rollouts(step: int) -> list[TrainingSequence]:
             )
         )
     return collected
-
-
-def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
-    """The share of a step that a process packs: rollouts in turn, but the first three of step 1 go to process 0."""
-    everything = rollouts(step)
-    numbers = [
-        number
-        for number in range(len(everything))
-        if process == (0 if step == 1 and number < 3 else number % config.processes)
-    ]
-    own = [everything[number] for number in numbers]
-    return pack_for(config, own, numbers=numbers, rollouts=len(everything), whole=False)
 
 
 def params(model: DecoderConfig) -> dict[str, np.ndarray]:
@@ -136,10 +124,7 @@ def main() -> None:
         train_step.warm_up(train_step.fresh_state(params(model)))
         compilations = train_step.compilations
         name = "x".join(str(size) for size in layout)
-        collected |= _trained(train_step, name, [share(config, step, job.process) for step in range(len(ROLLOUTS))])
-        if job.processes > 1:
-            whole = [pack_for(config, rollouts(step)) for step in range(len(ROLLOUTS))]
-            collected |= _trained(train_step, f"{name} by rows", whole)
+        collected |= _trained(train_step, name, [pack_for(config, rollouts(step)) for step in range(len(ROLLOUTS))])
         assert train_step.compilations == compilations, f"{name}: compiled in the steady state"
     np.savez(job.out, **collected)
 

@@ -16,7 +16,6 @@ import numpy as np
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.row_checks import unfit_rows
-from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.topics.batch_uses import taken_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
@@ -52,8 +51,6 @@ class StepPlan:
     checked: bool = False
     """Whether rows that cannot be trained on are already left out: by the record of a step executed again, or when a
     rollout buffer admitted its rows."""
-    rules: StepRules = NEWEST
-    """Rules by which the step is computed: those on record for a step executed again."""
 
     @property
     def drawn(self) -> bool:
@@ -206,8 +203,6 @@ def _whole(read: IndexedBatch, skip: Skip | None) -> BatchUse:
 def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> tuple[IndexedBatch, ...]:
     """The batches that one of several processes checks, in index order; shares have about the same number of tokens.
 
-    If the step is shared by batches, a process packs and trains on its own share only.
-
     Batches go, largest first, to the process with the fewest tokens so far, so every process finds the same assignment.
     """
     load = [0] * processes
@@ -220,7 +215,7 @@ def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the trained rollouts that one process packs; the totals of shares are added."""
+    """Sums over the trained rollouts of a step."""
 
     rollouts: int = 0
     reward: float = 0.0
@@ -229,16 +224,6 @@ class StepTotals:
     truncated: int = 0
     left_out: tuple[BatchUse, ...] = ()
     """Rows that could not be trained on."""
-
-    def __add__(self, other: "StepTotals") -> "StepTotals":
-        return StepTotals(
-            rollouts=self.rollouts + other.rollouts,
-            reward=self.reward + other.reward,
-            reward_squared=self.reward_squared + other.reward_squared,
-            tokens=self.tokens + other.tokens,
-            truncated=self.truncated + other.truncated,
-            left_out=self.left_out + other.left_out,
-        )
 
     def counts(self) -> dict[str, int]:
         """The integer sums, which are equal in all processes that trained on the same rollouts."""

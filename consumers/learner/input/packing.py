@@ -93,8 +93,6 @@ class PackedStep:
     """Updates in order; each may be empty."""
     too_long: int
     """Rollouts left out or cut because no row holds them."""
-    whole: bool = True
-    """Whether this is the whole step, the same in every process, rather than this process's share of it."""
 
     @property
     def microbatches(self) -> tuple[PackedBatch, ...]:
@@ -160,12 +158,11 @@ def pack_for(
     *,
     numbers: Sequence[int] | None = None,
     rollouts: int | None = None,
-    whole: bool = True,
 ) -> PackedStep:
-    """Pack with the settings of a learner: the whole step, or this process's share into its share of the rows."""
-    packed = pack(
+    """Pack a step with the settings of a learner."""
+    return pack(
         sequences,
-        rows=config.microbatch_rows if whole else config.microbatch_rows // config.processes,
+        rows=config.microbatch_rows,
         sequence_length=config.sequence_length,
         length_buckets=config.length_buckets,
         minibatches=config.minibatches,
@@ -177,7 +174,6 @@ def pack_for(
         numbers=numbers,
         rollouts=rollouts,
     )
-    return packed if whole else replace(packed, whole=False)
 
 
 def pack(
@@ -201,8 +197,7 @@ def pack(
     are trained on.
 
     Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the positions of the given
-    sequences among these rollouts. Rollouts without a sequence were left out, or belong to other processes. So the
-    input of an update does not depend on which process packs it.
+    sequences among these rollouts. Rollouts without a sequence were left out.
 
     A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
     """
@@ -233,14 +228,6 @@ def pack(
         updates=tuple(_update(share, shapes, loss, carried_reference) for share in shares),
         too_long=sum(length > sequence_length for length in lengths),
     )
-
-
-def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
-    """A microbatch without tokens, which adds nothing to any sum."""
-    blank, whole = _unfilled(rows, length, reference)
-    whole.fill(0)
-    blank.temperatures.fill(1)
-    return blank
 
 
 def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
@@ -281,7 +268,7 @@ def _update(
     )
 
 
-def _unfilled(rows: int, length: int, reference: bool) -> tuple[PackedBatch, NDArray[np.int32]]:
+def unfilled(rows: int, length: int, reference: bool) -> tuple[PackedBatch, NDArray[np.int32]]:
     """A microbatch with arbitrary values, and all its arrays as one: their bits, int32 [arrays, rows, length]."""
     names = [item.name for item in fields(PackedBatch) if reference or item.name != "reference_log_probs"]
     whole = _MEMORY.lanes(len(names), 4 * rows * length).view(np.int32).reshape(len(names), rows, length)
@@ -301,7 +288,7 @@ def _fill(
 ) -> tuple[list[PackedBatch], list[int]]:
     """The microbatches of one bucket, and the number of trained tokens of each sequence that has any."""
     total = rows * (-(-(int(bins.max()) + 1) // rows))
-    packed, whole = _unfilled(total, length, reference)
+    packed, whole = unfilled(total, length, reference)
     positions = np.arange(length, dtype=np.int32)
     ends, segments, trained = [0] * total, [0] * total, []
     for row, sequence in zip(bins.tolist(), sequences, strict=True):

@@ -35,7 +35,6 @@ from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
-from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import PlacedStep
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -44,7 +43,7 @@ from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamE
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
-from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
+from rollstream.topics.records import BatchIndexEntry, BatchUse, TrainingBatch
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024
@@ -59,7 +58,7 @@ class LoadedStep:
     plan: StepPlan
     """Batches of the step, the same in every process."""
     packed: PackedStep
-    """The whole step, or this process's share."""
+    """The whole step, the same in every process."""
     outcomes: StepTotals
     """Sums over the packed rollouts."""
     load_s: float
@@ -84,8 +83,8 @@ class StepSource(Protocol):
         """Close the consumers."""
 
 
-class ShareLoader:
-    """Fetches and packs the part of a step that one process needs: all of it, or a share if batches are shared."""
+class BatchLoader:
+    """Fetches and packs steps for one process."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
         self._config = config
@@ -116,7 +115,7 @@ class ShareLoader:
         own = share_of(plan.trained, self._process, config.processes)
         checked = {read.index_offset for read in own}
         batches: dict[int, TrainingBatch] = {}
-        for read in own if plan.rules.sharing == "batches" else plan.trained:
+        for read in plan.trained:
             if plan.drawn:
                 batches[read.index_offset] = self.fetch(read)
                 continue
@@ -138,11 +137,10 @@ def packed_step(
 ) -> tuple[PackedStep, StepTotals]:
     """Pack the batches of a plan, and return the packed step with its totals.
 
-    `batches` maps index offsets to all batches of the plan, or to the share of a process. The result depends on the
-    arguments only. Rows that cannot be trained on are left out. Raises ConfigurationError if a sequence cannot be
-    packed.
+    `batches` maps index offsets to all batches of the plan. The result depends on the arguments only. Rows that cannot
+    be trained on are left out. Raises ConfigurationError if a sequence cannot be packed.
     """
-    # Rows left out keep their numbers, because a process may not know which rows other processes leave out.
+    # Rows left out keep their numbers, so that the other rows stay in the same minibatches.
     counts = [
         read.entry.rollouts if rows is None or not plan.drawn else len(rows)
         for read, rows in zip(plan.trained, plan.rows_of_batches, strict=True)
@@ -153,9 +151,7 @@ def packed_step(
     numbers: list[int] = []
     left_out: list[BatchUse] = []
     for read, rows, start in zip(plan.trained, plan.rows_of_batches, starts, strict=False):
-        batch = batches.get(read.index_offset)
-        if batch is None:
-            continue
+        batch = batches[read.index_offset]
         if not plan.checked:
             unfit = unfit_uses(read, batch, config)
             left_out += unfit
@@ -167,8 +163,7 @@ def packed_step(
         sequences += sequences_of(batch)
         in_step = rows if rows is not None and not plan.drawn else range(len(batch))
         numbers += (start + number for number in in_step)
-    whole = plan.rules.sharing == "rows"
-    packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts), whole=whole)
+    packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts))
     return packed, totals_of(trained, tuple(left_out))
 
 
@@ -224,13 +219,11 @@ class LogSource(ABC, Generic[S]):
         tells whether the index gets no further entry."""
         self._kafka = kafka
         self._stack = ExitStack()
-        self._loader = self._stack.enter_context(closing(ShareLoader(config, kafka, run, process)))
+        self._loader = self._stack.enter_context(closing(BatchLoader(config, kafka, run, process)))
         self._step = -1
         self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
         """See `StepSource.skips`."""
-        self._recorded: Callable[[int], LearnerStep | None] = lambda _step: None
         if recorder is not None:
-            self._recorded = recorder.recorded
             input_run = config.input_run or run
             self._nothing_after = IndexEnd(kafka, input_run, drained)
             index = self._stack.enter_context(IndexReader(kafka, input_run, position))
@@ -246,8 +239,7 @@ class LogSource(ABC, Generic[S]):
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan of the step after `step` steps; None if `stop` is set first, or if no step follows."""
         self._step = step
-        plan = self._selection.plan(step, stop)
-        return None if plan is None else replace(plan, rules=rules_of(self._recorded(step + 1)))
+        return self._selection.plan(step, stop)
 
     def load(self, plan: StepPlan) -> LoadedStep:
         """Fetch and pack what this process needs."""
@@ -311,8 +303,7 @@ class StepLoader(Closing):
         """Load steps `first` to `last`. The lead plans no further step once `stop` is set, and no step after the one
         that `last_wanted` returns; it calls `last_wanted` repeatedly while it waits for a step to fill up.
 
-        `place` puts packed arrays on the devices. It is not called for shares of a step, because placing shares makes
-        processes wait for each other.
+        `place` puts packed arrays on the devices.
         """
         self._source = source
         self._team = team
@@ -343,7 +334,7 @@ class StepLoader(Closing):
         if plan is None:
             return None
         loaded = self._source.load(plan)
-        if self._place is None or not (loaded.packed.whole or self._team.processes == 1):
+        if self._place is None:
             return loaded
         began = time.monotonic()
         placed = self._place(loaded.packed)

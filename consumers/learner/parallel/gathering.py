@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.parallel.mesh import ROW_AXES, axis_sizes, row_shares
-from rollstream.consumers.learner.step_rules import StepRules
 from rollstream.consumers.models.sharded import GATHERED, Params
 
 _SHARES = "fsdp"
@@ -75,11 +74,9 @@ class Gathering(NamedTuple):
         return {name: _over(spec, _SHARES) for name, spec in self.specs.items()}
 
 
-def gathering_of(
-    config: LearnerConfig, rules: StepRules, mesh: Mesh, shardings: Mapping[str, NamedSharding]
-) -> Gathering | None:
-    """How parameters of these shardings are gathered; None if rows are not split, or the compiler decides this."""
-    if row_shares(mesh) == 1 or rules.reduction == "compiler":
+def gathering_of(config: LearnerConfig, mesh: Mesh, shardings: Mapping[str, NamedSharding]) -> Gathering | None:
+    """How parameters of these shardings are gathered; None if rows are not split."""
+    if row_shares(mesh) == 1:
         return None
     # XLA's CPU compiler crashes on bfloat16 sums over only some of the axes of a mesh.
     sizes = axis_sizes(mesh)

@@ -8,7 +8,6 @@ from contextlib import closing
 
 from rollstream.consumers.batch_reader import IndexedBatch
 from rollstream.consumers.learner.input.batch_selection import StepPlan
-from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.topics.batch_uses import taken_rows, trained_rows
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -64,7 +63,6 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
             rows=tuple(None if len(rows[at]) == trained[at].entry.rollouts else rows[at] for at in sorted(trained)),
             stream_time_ms=step.stream_time_ms,
             checked=True,
-            rules=rules_of(step),
         )
     if all(step.stream_time_ms < 0 for step in steps):
         skimmed = (at for at in entries.keys() - named if at >= position)

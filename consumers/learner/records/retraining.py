@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.prefetch import Prefetcher
-from rollstream.consumers.learner.input.step_loader import LoadedStep, ShareLoader
+from rollstream.consumers.learner.input.step_loader import BatchLoader, LoadedStep
 from rollstream.consumers.learner.parallel.team import Alone, Team
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
@@ -19,16 +19,12 @@ from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
-from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
-from rollstream.consumers.learner.training.train_steps import TrainSteps
 from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.params_checksum import CHECKSUM
-from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
@@ -99,21 +95,19 @@ def retrain(
     config, team = resolved(config), team or Alone()
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
     last = _agreed(team, _check_range(recorded, run, config.name, from_step, to_step))
-    train_steps = TrainSteps(config)
-    first = train_steps.of(rules_of(recorded.get(0)))
-    state, reference, saved = _begun(config, run, from_step, first, warm_start_examples)
-    teacher = load_teacher(train_steps.newest)
+    train_step = TrainStep(config)
+    state, reference, saved = _begun(config, run, from_step, train_step, warm_start_examples)
+    teacher = load_teacher(train_step)
     begins = int(state.step)
     _check_recorded(recorded, begins, last, config.name)
     plans = batches_of(kafka, recorded[begins].position, [recorded[step] for step in range(begins + 1, last + 1)])
     done: list[RetrainedStep] = []
     with ExitStack() as stack:
-        loader = stack.enter_context(closing(ShareLoader(config, kafka, recorded[begins].input_run, team.process)))
+        loader = stack.enter_context(closing(BatchLoader(config, kafka, recorded[begins].input_run, team.process)))
         prefetched = stack.enter_context(Prefetcher(lambda step, _: loader.load(plans[step]), begins + 1, last))
         for step in range(begins, last + 1):
             if step > begins:
-                packed, rules = _next(prefetched).packed, plans[step].rules
-                state, _ = train_steps.of(rules).train(state, packed, reference, teacher)
+                state, _ = train_step.train(state, _next(prefetched).packed, reference, teacher)
             done.append(_beside(recorded[step], state))
             on_step(done[-1])
             if not done[-1].same:
@@ -215,9 +209,5 @@ def _beside(record: LearnerStep, state: TrainState) -> RetrainedStep:
         trained=rows_of(record.uses, "trained"),
         skipped=rows_of(record.uses, "skipped"),
         recorded=record.params_digest,
-        again=(
-            device_checksum(state.params)
-            if record.params_digest.endswith(CHECKSUM)
-            else digest_as(record.params_digest, snapshot(state.params))
-        ),
+        again=device_checksum(state.params),
     )

@@ -16,7 +16,6 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.replay_comparison import difference_from
-from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
@@ -29,8 +28,6 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.logs import event
-from rollstream.topics.params_checksum import CHECKSUM
-from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from rollstream.topics.traces.way import step_recorded
 
@@ -45,8 +42,6 @@ class StepParams(NamedTuple):
     arrays: Arrays | None
     """Copies of the parameters that this process publishes, in the published dtype or to be converted to it; None if
     the step publishes no version."""
-    compared: Arrays | None = None
-    """In the lead, unconverted copies of all parameters, if the step's record has a digest of an earlier release."""
     seconds: float = 0.0
     """Seconds spent on the digest and the copies."""
 
@@ -131,13 +126,6 @@ class StepRecorder(Closing):
         """Whether the policy versions of the batches are this learner's, and not those of another run's learner."""
         return self._input_run == self._run
 
-    @property
-    def compares_arrays_until(self) -> int:
-        """The last step whose recorded digest was computed from copies of the parameters, as in earlier releases; -1
-        if there is none."""
-        others = [step for step, record in self._recorded.items() if not record.params_digest.endswith(CHECKSUM)]
-        return max(others, default=-1)
-
     def resend(self, steps: tuple[LearnerStep, ...]) -> None:
         """Write the recent steps of a checkpoint again."""
         if steps:
@@ -207,18 +195,17 @@ class StepRecorder(Closing):
         params: StepParams,
         before: LearnerPosition,
         *,
-        rules: StepRules = NEWEST,
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> LearnerStep:
         """Commit the record of a step just completed, together with a new policy version if one is due.
 
-        `rules`, `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
+        `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
         differs more than `same_bits` and `tolerance` allow; any other difference is recorded as `replay/difference`.
         """
         started, again = time.monotonic(), step in self._recorded
         began_ns = time.time_ns() - int((metrics.get("time/step", 0.0) + params.seconds) * 1e9)
-        digest = self._as_recorded(step, params)
+        digest = params.digest
         difference = self._compare(step, digest, uses, metrics)
         if difference:
             metrics = {**metrics, "replay/difference": difference}
@@ -248,7 +235,6 @@ class StepRecorder(Closing):
             oldest=oldest,
             stream_time_ms=stream_time_ms,
             resumes_at=self._resumes_at,
-            rules=rules.to_record(),
             code=self._code,
         )
         self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
@@ -273,16 +259,6 @@ class StepRecorder(Closing):
             wait_for_recording_s=round(metrics.get("time/wait_for_recording", 0.0), 4),
         )
         return record
-
-    def _as_recorded(self, step: int, params: StepParams) -> str:
-        """Digest of the parameters after a step, to be compared with the digest in the record of the step.
-
-        If the record has a digest of an earlier release, the digest is computed as in that release.
-        """
-        recorded = self._recorded.get(step)
-        if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.compared is None:
-            return params.digest
-        return digest_as(recorded.params_digest, params.compared)
 
     def _skip(self, step: int) -> None:
         """Tell the learner's other processes, if they wait for a version of this step, that there is none."""
@@ -340,12 +316,11 @@ class StepRecorder(Closing):
 
         Publish nothing, unless `publishes_again`.
         """
-        digest = self._as_recorded(step, params)
-        self._compare(step, digest, uses)
+        self._compare(step, params.digest, uses)
         if params.arrays is None or not self.publishes_again(step):
             self._skip(step)
             return
-        manifest = self._stage(step, params.arrays, digest, {"snapshot_s": params.seconds})
+        manifest = self._stage(step, params.arrays, params.digest, {"snapshot_s": params.seconds})
         self._log.commit([self._publisher.record(manifest)])
         self._publisher.committed(manifest)
 

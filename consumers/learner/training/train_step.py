@@ -23,14 +23,12 @@ from rollstream.consumers.learner.input.packing import (
     PackedStep,
     TrainingSequence,
     pack_for,
-    padding,
     rows_by_length,
+    unfilled,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.parallel.gathering import gathering_of, of_rows, over_devices
-from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
-from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.consumers.learner.training.gradients import Gradient
 from rollstream.consumers.learner.training.loss import (
     SUPERVISED_METRICS,
@@ -55,7 +53,6 @@ from rollstream.consumers.learner.training.trained_parameters import (
     trained_in_warm_start,
 )
 from rollstream.consumers.models import decoder, parameters
-from rollstream.consumers.models.attention import earlier_implementation
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.topics.errors import ConfigurationError
@@ -109,13 +106,13 @@ class PlacedStep:
 class TrainStep:
     """The compiled functions of one configuration on one mesh, without any state of training."""
 
-    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None, rules: StepRules = NEWEST) -> None:
+    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None) -> None:
         """Build the functions for `mesh`, by default the configured mesh of all devices of all processes.
 
-        They compute steps by the `rules`. Raises ConfigurationError if the devices do not fit the mesh, or the rows of
-        a microbatch cannot be split over the devices.
+        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch cannot be split over
+        the devices.
         """
-        self.config, self.rules = config, rules
+        self.config = config
         self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh
         self.compilations = 0
         """Number of functions traced so far; a function is traced once for each shape."""
@@ -144,8 +141,8 @@ class TrainStep:
             dtype=config.compute_dtype,
             remat=config.remat,
             vocabulary_chunk=config.vocabulary_chunk,
-            attention=config.attention if rules.attention == "causal" else earlier_implementation(config.attention),
-            scanned=rules.layers == "configured" and _scanned(config),
+            attention=config.attention,
+            scanned=_scanned(config),
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
@@ -225,28 +222,27 @@ class TrainStep:
     def place(self, step: PackedStep) -> PlacedStep:
         """Put a packed step on the devices, possibly ahead of `train` and in another thread.
 
-        Each of several processes puts its rows of the whole step on its own devices. If each packed only a share, all
-        must call this together, and not during other work on the devices.
+        Each of several processes puts its rows of the step on its own devices.
         """
-        agreed = agree(step, list(self._rows_by_length))
-        updates = []
-        for own, over_all in zip(step.updates, agreed.updates, strict=True):
-            microbatches = []
-            for (length, rows), count in zip(self._rows_by_length.items(), over_all.microbatches, strict=True):
-                mine = [batch for batch in own.microbatches if batch.tokens.shape[1] == length]
-                if missing := count - len(mine):
-                    reference = self.config.reference == "carried"
-                    mine += [padding(rows // jax.process_count(), length, reference=reference)] * missing
-                microbatches += [self._on_devices(batch, step.whole) for batch in mine]
-            denominators = {"tokens": over_all.trained_tokens, "sequences": over_all.trained_sequences}
-            updates.append(
-                PlacedUpdate(
-                    microbatches=tuple(microbatches),
-                    denominators={name: np.float32(max(count, 1)) for name, count in denominators.items()},
-                    empty=not over_all.trained_tokens,
-                )
+        updates = tuple(
+            PlacedUpdate(
+                microbatches=tuple(map(self._on_devices, update.microbatches)),
+                denominators={
+                    "tokens": np.float32(max(update.trained_tokens, 1)),
+                    "sequences": np.float32(max(update.trained_sequences, 1)),
+                },
+                empty=not update.trained_tokens,
             )
-        return PlacedStep(tuple(updates), self._packing_metrics(agreed))
+            for update in step.updates
+        )
+        metrics = {
+            "packing/microbatches": float(len(step.microbatches)),
+            "packing/tokens": float(step.tokens),
+            "packing/trained_tokens": float(step.trained_tokens),
+            "packing/padding_fraction": step.padding_fraction,
+            "packing/too_long": float(step.too_long),
+        }
+        return PlacedStep(updates, metrics)
 
     def train(
         self,
@@ -296,7 +292,7 @@ class TrainStep:
         """Run the configured supervised updates on `examples`; return a state with a fresh optimizer at step 0.
 
         The draws come from the configured seed. Without examples or configured updates the state is unchanged. With
-        several processes, each passes all examples and trains on its share of the drawn examples. `on_update` is called
+        several processes, each passes all examples and trains on its rows. `on_update` is called
         every few seconds, and after the last update.
         """
         warm = self.config.warm_start
@@ -331,9 +327,7 @@ class TrainStep:
                 reported = time.monotonic()
                 on_update(number - 1, warm.steps, float(metrics["loss"]))
             drawn = draws.integers(len(examples), size=warm.sequences_per_step)
-            whole = self.rules.sharing == "rows"
-            drawn = drawn if whole else drawn[jax.process_index() :: jax.process_count()]
-            (update,) = self.place(pack_for(one_update, [examples[index] for index in drawn], whole=whole)).updates
+            (update,) = self.place(pack_for(one_update, [examples[index] for index in drawn])).updates
             gradients, metrics = self._supervised({**state.params, **params}, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         on_update(warm.steps, warm.steps, float(metrics["loss"]))
@@ -378,7 +372,7 @@ class TrainStep:
         """Jit the log-probabilities of a model whose parameters have these shardings."""
         function = partial(log_probs, model=model, compute=self._compute)
         return self._jit(
-            of_rows(function, gathering_of(self.config, self.rules, self.mesh, shardings)),
+            of_rows(function, gathering_of(self.config, self.mesh, shardings)),
             (shardings, self._rows),
             self._rows,
         )
@@ -397,9 +391,7 @@ class TrainStep:
             return jax.tree.map(jnp.add, sums, gradient(params, batch, denominators))
 
         params, everywhere = self.shardings.params, layout.replicated(self.mesh)
-        gradient = over_devices(
-            gradient_in(loss, trained), gathering_of(self.config, self.rules, self.mesh, params), trained
-        )
+        gradient = over_devices(gradient_in(loss, trained), gathering_of(self.config, self.mesh, params), trained)
         sums = (chosen(params, trained), everywhere)
         return Gradient(
             zeros=self._jit(zeros, (params,), sums),
@@ -446,36 +438,17 @@ class TrainStep:
 
         return {name: place(name, params[name]) for name in placed}
 
-    def _on_devices(self, batch: PackedBatch, whole: bool) -> dict[str, jax.Array]:
-        """Put a microbatch on the devices; if it is `whole`, put only the rows of this process."""
+    def _on_devices(self, batch: PackedBatch) -> dict[str, jax.Array]:
+        """Put a microbatch on the devices, of which each process puts its own rows."""
         arrays = batch.arrays()
         if jax.process_count() == 1:
             return cast(dict[str, jax.Array], jax.device_put(arrays, self._rows))
-        if whole:
-            own = jax.make_array_from_callback
-            return {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}
-        together: Any = jax.make_array_from_process_local_data
-        return {name: together(self._rows, array) for name, array in arrays.items()}
+        own = jax.make_array_from_callback
+        return {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}
 
     def _abstract_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        arrays = padding(rows, length, reference=self.config.reference == "carried").arrays()
+        arrays = unfilled(rows, length, self.config.reference == "carried")[0].arrays()
         return {name: _shape(array.shape, array.dtype, self._rows) for name, array in arrays.items()}
-
-    def _packing_metrics(self, agreed: AgreedStep) -> Metrics:
-        counts = [sum(update.microbatches) for update in agreed.updates]
-        capacity = sum(
-            count * rows * length
-            for update in agreed.updates
-            for count, (length, rows) in zip(update.microbatches, self._rows_by_length.items(), strict=True)
-        )
-        tokens = sum(update.tokens for update in agreed.updates)
-        return {
-            "packing/microbatches": float(sum(counts)),
-            "packing/tokens": float(tokens),
-            "packing/trained_tokens": float(sum(update.trained_tokens for update in agreed.updates)),
-            "packing/padding_fraction": 1.0 - tokens / capacity if capacity else 0.0,
-            "packing/too_long": float(agreed.too_long),
-        }
 
     def _jit(self, function: Callable[..., Any], in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
         """Jit a function over the mesh, and count its traces."""

@@ -25,7 +25,6 @@ WEIGHTS = DRAW.standard_normal(Q.shape).astype(np.float32)
 
 IMPLEMENTATIONS = {
     "blocks": partial(attention.attend, implementation="blocks"),
-    "whole_rows": partial(attention.attend, implementation="whole_rows"),
     "splash": partial(attention.splash_attention, interpret=True),
 }
 
@@ -122,31 +121,14 @@ def test_blocks_look_at_no_keys_but_those_that_a_query_of_the_block_may_see() ->
     segments = np.repeat([[1, 2, 3]], [48, 48, 32], axis=1).astype(np.int32)
     values = np.where(segments[..., None, None] == 2, V[:1], np.nan)
 
-    def total(v: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array]:
-        output = attention.attend(Q[:1], K[:1], v, segments, implementation)
+    def total(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output = attention.attend(Q[:1], K[:1], v, segments, "blocks")
         # The sum leaves out the other segments, whose outputs may be NaN.
         return jnp.sum(output[:, 48:96]), output[:, 48:96]
 
-    for implementation, finite in (("blocks", True), ("whole_rows", False)):
-        gradient, output = jax.grad(partial(total, implementation=implementation), has_aux=True)(values)
-        assert np.isfinite(output).all() == finite, implementation
-        if finite:
-            assert np.isfinite(gradient[:, 48:96]).all()
-
-
-@pytest.mark.parametrize("implementation", ["auto", "blocks", "plain", "splash"])
-def test_steps_of_earlier_releases_are_computed_as_they_were(implementation: str) -> None:
-    changed = {"auto": "auto_whole_rows", "blocks": "whole_rows"}
-    assert attention.earlier_implementation(implementation) == changed.get(implementation, implementation)
-
-
-def test_auto_of_earlier_releases_takes_whole_rows_where_it_takes_blocks_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PLAIN_TOKENS", 100)
-    for now, before in (("auto", "auto_whole_rows"), ("blocks", "whole_rows")):
-        one, other = (attention.attend(Q, K, V, SEGMENTS, implementation) for implementation in (now, before))
-        np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE)
-    whole, auto = (attention.attend(Q, K, V, SEGMENTS, name) for name in ("whole_rows", "auto_whole_rows"))
-    np.testing.assert_array_equal(whole, auto)
+    gradient, output = jax.grad(total, has_aux=True)(values)
+    assert np.isfinite(output).all()
+    assert np.isfinite(gradient[:, 48:96]).all()
 
 
 def test_auto_takes_the_plain_one_for_short_rows_and_blocks_for_long_ones_off_a_tpu(

@@ -15,7 +15,6 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import (
     BatchSelection,
     StepPlan,
-    StepTotals,
     share_of,
     totals_of,
     unfit_uses,
@@ -311,12 +310,6 @@ def test_processes_share_a_step_without_gap_or_overlap_and_about_equally(tokens:
     assert all(list(share) == sorted(share, key=lambda read: read.index_offset) for share in shares)
     loads = [sum(read.entry.tokens for read in share) for share in shares]
     assert max(loads) - min(loads) <= max(tokens, default=0)
-
-
-def test_what_processes_trained_on_adds_up_to_what_one_would_have() -> None:
-    batches = [random_batch(number) for number in range(5)]
-    parts = sum((totals_of(part) for part in (batches[:2], [], batches[2:])), StepTotals())
-    assert parts.metrics() == pytest.approx(totals_of(batches).metrics())
 
 
 class DrainedReader(ScriptedReader):

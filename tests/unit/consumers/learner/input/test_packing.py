@@ -16,8 +16,6 @@ from rollstream.consumers.learner.input.packing import (
     PackedStep,
     TrainingSequence,
     pack,
-    pack_for,
-    padding,
     rows_by_length,
     sequences_of,
 )
@@ -168,13 +166,6 @@ def test_a_bucket_holds_as_many_tokens_as_the_longest_rows() -> None:
     assert list(rows_by_length(config).items()) == [(2048, 8), (900, 16), (512, 32)]
 
 
-def test_a_process_packs_its_share_of_the_rows() -> None:
-    config = LearnerConfig(microbatch_rows=8, sequence_length=16, length_buckets=(4,), processes=2, minibatches=2)
-    step = pack_for(config, sequences([3, 16]), numbers=[0, 5], rollouts=6, whole=False)
-    shapes = [[microbatch.tokens.shape for microbatch in update.microbatches] for update in step.updates]
-    assert shapes == [[(16, 4)], [(4, 16)]]
-
-
 def test_the_same_rollouts_give_the_same_arrays() -> None:
     draw = np.random.default_rng(0)
     many = sequences(draw.integers(1, LENGTH, 50).tolist())
@@ -225,7 +216,7 @@ def test_fewer_rollouts_than_minibatches_leave_updates_empty() -> None:
 
 
 @given(lengths, st.integers(1, 4), st.data())
-def test_what_an_update_trains_on_does_not_depend_on_how_rollouts_are_shared_out(
+def test_rollouts_without_a_sequence_move_no_other_rollout_to_another_update(
     lengths: list[int], minibatches: int, data: st.DataObject
 ) -> None:
     everything = sequences(lengths)
@@ -247,14 +238,6 @@ def test_what_an_update_trains_on_does_not_depend_on_how_rollouts_are_shared_out
     for update, first, second in zip(whole.updates, shares[0].updates, shares[1].updates, strict=True):
         together = [*first.microbatches, *second.microbatches]
         assert first_tokens(update.microbatches) == first_tokens(together)
-
-
-def test_padding_is_what_a_step_of_no_tokens_would_hold() -> None:
-    microbatch = padding(2, 8, reference=True)
-    assert {array.shape for array in microbatch.arrays().values()} == {(2, 8)}
-    assert not microbatch.segment_ids.any()
-    assert not microbatch.loss_mask.any()
-    assert (microbatch.temperatures == 1).all()
 
 
 @pytest.mark.parametrize("length", [16, 48, 80])

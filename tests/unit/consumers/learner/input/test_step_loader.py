@@ -1,17 +1,21 @@
-"""Loading of steps: a process that does not lead waits for the lead's plans, but not once it has to end; and the end of
-the index, over a model of Kafka."""
+"""Loading of steps: a process that does not lead waits for the lead's plans, but not once it has to end; rows that are
+left out; and the end of the index, over a model of Kafka."""
 
 import threading
 
+import numpy as np
+
+from rollstream.consumers.batch_reader import IndexedBatch
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
-from rollstream.consumers.learner.input.step_loader import IndexEnd, LoadedStep, StepLoader
+from rollstream.consumers.learner.input.step_loader import IndexEnd, LoadedStep, StepLoader, packed_step
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.records import BatchUse
+from rollstream.topics.records import BatchIndexEntry, BatchUse
 from tests.simulation.installation import World, installed
-from tests.support.batches import index_entry
+from tests.support.batches import index_entry, random_batch
 from tests.support.waiting import eventually
 
 
@@ -72,6 +76,21 @@ def test_a_process_that_is_told_that_no_step_follows_ends() -> None:
         lead.over.set()
         assert loader.next(60) is None
         assert loader.ended
+
+
+def test_a_row_that_is_left_out_moves_no_other_row_to_another_minibatch() -> None:
+    config = LearnerConfig(minibatches=2)
+    batches = [random_batch(number) for number in range(2)]
+    trained = tuple(IndexedBatch(BatchIndexEntry.of(batch, at), at) for at, batch in enumerate(batches))
+    plan = StepPlan(uses=(), trained=trained, lags=(0, 0), position=2, wait_s=0.0)
+    whole, _totals = packed_step(config, plan, dict(enumerate(batches)))
+    batches[1].logprobs.setflags(write=True)
+    batches[1].logprobs[batches[1].splits[4] - 1] = np.nan
+    packed, totals = packed_step(config, plan, dict(enumerate(batches)))
+    assert [(use.index_offset, use.row_numbers) for use in totals.left_out] == [(1, (3,))]
+    first, second = (update.tokens for update in packed.updates)
+    assert first == whole.updates[0].tokens
+    assert second == whole.updates[1].tokens - int(np.diff(batches[1].splits)[3])
 
 
 def test_a_record_that_is_no_entry_does_not_keep_the_index_of_a_drained_run_from_ending() -> None:

@@ -67,13 +67,6 @@ def test_without_copies_nothing_but_shares_is_summed_in_float32_by_option_and_wh
 
 
 @pytest.mark.long
-def test_steps_of_earlier_releases_are_summed_as_the_compiler_lays_it_out() -> None:
-    (earlier,) = compiled(Job(meshes=[[1, 8, 1]], reduction="compiler"))
-    assert sizes(earlier, "reduce-scatter") == []
-    assert max(sizes(earlier, "all-reduce")) >= max(MATRICES)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("reduce_dtype", "actual"), [("compute", "bf16"), ("float32", "f32")])
 def test_the_compiler_of_tpus_scatters_too(reduce_dtype: str, actual: str) -> None:
     (shared,) = compiled(Job(meshes=[[1, 8, 1]], topology="v5e:2x4", reduce_dtype=reduce_dtype))
