@@ -17,14 +17,14 @@ from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.manifests import none_whole, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import digest_as
+from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from rollstream.topics.trajectories import Tree, flatten
 
@@ -169,7 +169,7 @@ class StepWriter(Closing):
         resumes_at = self._resumes_at(oldest_checkpoint, reads[-1].position)
         arrays = _arrays(params)
         before = self._recorded.get(step)
-        digest = _digest(arrays, digest, "" if before is None else before.params_digest)
+        digest = _digest(arrays, digest)
         if before is not None and self._is_on_record(before, uses, digest):
             self.step = step
             return before
@@ -263,23 +263,23 @@ class StepWriter(Closing):
 
 def _is_published(known: PolicyManifest, learner: str, arrays: Arrays | None, digest: str) -> bool:
     """Whether a version has these parameters of this learner."""
-    now = learner, arrays is None, _digest(arrays, digest, params_digest_of(known))
-    return now == (known.learner, known.kind == "external", params_digest_of(known))
+    now = learner, arrays is None, _digest(arrays, digest)
+    return now == (known.learner, known.kind == "external", known.params_digest)
 
 
 def _arrays(params: Tree | None) -> Arrays | None:
     return None if params is None else {path: np.array(leaf) for path, leaf in flatten(params).items()}
 
 
-def _digest(arrays: Arrays | None, digest: str, recorded: str = "") -> str:
-    """Digest of the parameters, to compare with one on record."""
+def _digest(arrays: Arrays | None, digest: str) -> str:
+    """Digest of the parameters: that of the arrays, or the given one if there are none."""
     if arrays is None:
         return digest
     if digest:
         raise ConfigurationError(
             "`digest` is only for parameters that are not given; the digest of `params` is computed"
         )
-    return digest_as(recorded, arrays)
+    return params_digest(arrays)
 
 
 def _without_reasons(uses: Sequence[BatchUse]) -> list[BatchUse]:

@@ -1,28 +1,24 @@
 """The digest that identifies parameters in memory, in manifests and in the steps of foreign trainers.
 
 It is a tree of shards, tensors and the whole. Several threads can therefore read the bytes, each byte once, and a
-changed tensor leaves the digests of all other tensors unchanged. Earlier releases made digests in one pass over all
-bytes; a recorded digest of that kind is recognised, and compared with a digest made in the same way. The steps of our
-learner have the checksum of params_checksum instead.
+changed tensor leaves the digests of all other tensors unchanged. The steps of our learner have the checksum of
+params_checksum instead.
 """
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollstream.topics.arrays import dtype_name, little_endian_bytes, little_endian_view
-from rollstream.topics.params_checksum import CHECKSUM, params_checksum
+from rollstream.topics.arrays import dtype_name, little_endian_view
 
 TREE = ".tree"
-"""Suffix of tree digests, the kind that this release makes."""
+"""Suffix of these digests."""
 SHARD_BYTES = 16 * 1024 * 1024
 """Size of the part of a tensor that one thread digests."""
-_WHOLE = re.compile("[0-9a-f]{64}")
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -81,20 +77,3 @@ def bytes_digests(views: Iterable[memoryview]) -> list[str]:
 def digest_of_shards(digests: Sequence[bytes]) -> str:
     """Digest of a tensor from the digests of its shards, in order."""
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def digest_as(recorded: str, params: Mapping[str, Any]) -> str:
-    """Digest of parameters, made in the same way as a recorded digest, so that equal parameters have equal digests."""
-    if recorded.endswith(CHECKSUM):
-        return params_checksum(params)
-    return whole_digest(params) if _WHOLE.fullmatch(recorded) else params_digest(params)
-
-
-def whole_digest(params: Mapping[str, Any]) -> str:
-    """Digest as made by earlier releases: one sha256 over names, dtypes, shapes and bytes in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        array = np.asarray(params[name])
-        digest.update(f"{name}\0{dtype_name(array.dtype)}\0{list(array.shape)}\0".encode())
-        digest.update(little_endian_bytes(array))
-    return digest.hexdigest()

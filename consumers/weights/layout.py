@@ -19,15 +19,7 @@ from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.errors import RecordError
-from rollstream.topics.params_digest import (
-    SHARD_BYTES,
-    TREE,
-    TensorDigest,
-    described,
-    tensor_digests,
-    tree_digest,
-    whole_digest,
-)
+from rollstream.topics.params_digest import SHARD_BYTES, TensorDigest, described, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 _MOST_NAMED = 8
@@ -96,9 +88,8 @@ class ContentBuffer:
             self._data = memoryview(self._memory.lanes(1, end)[0])
         except MemoryError as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
-        digested = checked and manifest.digest.endswith(TREE) and end >= SHARD_BYTES
         whole = [tensor for tensor in manifest.tensors if tensor.changed < 0]
-        self._digests = ArrivalDigests(whole, self._data) if digested else None
+        self._digests = ArrivalDigests(whole, self._data) if checked and end >= SHARD_BYTES else None
 
     def put(self, chunk: Chunk, data: bytes) -> None:
         """Add a stored chunk. Raises WeightsRefused if it differs from the manifest."""
@@ -122,7 +113,8 @@ class ContentBuffer:
             for tensor in self._manifest.tensors
         }
         if self._checked:
-            check(self._manifest, arrays, {} if self._digests is None else self._digests.result())
+            known = {} if self._digests is None else self._digests.result()
+            check_digests(self._manifest, _completed(known, arrays))
         return arrays
 
 
@@ -190,36 +182,13 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
         raise WeightsRefused(f"{differs}{error}") from error
 
 
-def check(manifest: PolicyManifest, arrays: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
-    """Raise WeightsRefused unless the arrays of a version match the digests in its manifest.
-
-    `known` holds digests that were already computed, by name. If an earlier release made the digest of the whole, the
-    arrays are taken one at a time, and may be anything that numpy converts to an array.
-    """
-    if manifest.digest.endswith(TREE):
-        check_digests(manifest, _completed(known or {}, arrays))
-        return
-    views = ((name, little_endian_view(np.asarray(array))) for name, array in arrays.items())
-    digests = {name: hashlib.sha256(view).hexdigest() for name, view in views}
-    _check_tensors(manifest, digests)
-    _check_whole(manifest, whole_digest(arrays))
-
-
 def check_digests(manifest: PolicyManifest, digests: Iterable[TensorDigest]) -> None:
     """Raise WeightsRefused unless the digests of all tensors, and hence of the whole, match a manifest."""
-    known = tuple(digests)
-    _check_tensors(manifest, {tensor.name: tensor.digest for tensor in known})
-    _check_whole(manifest, tree_digest(known))
-
-
-def _check_tensors(manifest: PolicyManifest, digests: Mapping[str, str]) -> None:
+    known = {tensor.name: tensor for tensor in digests}
     for tensor in manifest.tensors:
-        if digests[tensor.name] != tensor.digest:
+        if known[tensor.name].digest != tensor.digest:
             raise WeightsRefused(f"{_named(manifest, tensor)} differs from its manifest; {_lies(manifest, tensor)}")
-
-
-def _check_whole(manifest: PolicyManifest, digest: str) -> None:
-    if digest != manifest.digest:
+    if tree_digest(known.values()) != manifest.digest:
         raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
 
 

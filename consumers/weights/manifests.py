@@ -83,11 +83,6 @@ def shortened(manifest: PolicyManifest) -> PolicyManifest:
     return replace(manifest, tensors=(), chunks=())
 
 
-def params_digest_of(manifest: PolicyManifest) -> str:
-    """Return the digest of the learner's parameters from which a version was published, before any conversion."""
-    return manifest.params_digest or manifest.digest
-
-
 def published_after(
     manifests: Iterable[PolicyManifest], learner: str, step: int, digest: str, recorded: int = -1
 ) -> PolicyManifest | None:
@@ -100,7 +95,7 @@ def published_after(
     of_step = {m.version: m for m in manifests if m.learner == learner and m.step == step}
     for version in (recorded, max(of_step, default=-1)):
         manifest = of_step.get(version)
-        if manifest is not None and params_digest_of(manifest) == digest:
+        if manifest is not None and manifest.params_digest == digest:
             return manifest
     return None
 

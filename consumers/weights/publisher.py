@@ -191,7 +191,7 @@ class WeightsPublisher:
 
     def stage_external(self, step: int, digest: str) -> PolicyManifest:
         """Return the manifest to commit for a new version whose parameters are not on the log."""
-        return self._manifest(step, digest, kind="external")
+        return self._manifest(step, digest, kind="external", params_digest=digest)
 
     def _manifest(self, step: int, digest: str, **fields: Any) -> PolicyManifest:
         """Build the manifest of the version after the latest."""

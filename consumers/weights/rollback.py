@@ -18,7 +18,7 @@ from rollstream.consumers.weights.content import ChunksGone, ChunksLate, Weights
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.manifests import ROLLBACK_OF, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import ROLLBACK_OF, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
@@ -86,8 +86,7 @@ def roll_back(
         # The learner may keep more versions than `config`, so it removes what has expired when it starts again.
         publisher = WeightsPublisher(kafka, run, source.learner, source.model, config, expire=False)
         stack.enter_context(closing(publisher))
-        digest = params_digest_of(source)
-        manifest = publisher.stage(source.step, arrays, params_digest=digest, dtype=source.dtype)
+        manifest = publisher.stage(source.step, arrays, params_digest=source.params_digest, dtype=source.dtype)
         log.commit([publisher.record(manifest)], headers=_headers(version, by or _user(), reason))
         publisher.committed(manifest)
     return manifest

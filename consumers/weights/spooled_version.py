@@ -17,10 +17,10 @@ from numpy.typing import DTypeLike, NDArray
 from rollstream.consumers.weights.chains import links
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.layout import array_of, check, check_digests, content_of, known_dtype, places_of
+from rollstream.consumers.weights.layout import array_of, check_digests, content_of, known_dtype, places_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.params_digest import TREE, tensor_digests
+from rollstream.topics.params_digest import tensor_digests
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 
@@ -72,7 +72,8 @@ class SpooledVersion(Closing):
             for spool in self._spools:
                 fetcher.stream(spool.manifest, spool.put, timeout_s=timeout_s)
             self.tensors = {tensor.name: SpooledTensor(self, tensor) for tensor in self.manifest.tensors}
-            self._check()
+            names = (tensor.name for tensor in self.manifest.tensors)
+            check_digests(self.manifest, (tensor_digests({name: self.read(name)})[0] for name in names))
             self._stack = stack.pop_all()
 
     def read(self, name: str) -> NDArray[Any]:
@@ -86,14 +87,6 @@ class SpooledVersion(Closing):
     def close(self) -> None:
         """Remove the files."""
         self._stack.close()
-
-    def _check(self) -> None:
-        if self.manifest.digest.endswith(TREE):
-            names = (tensor.name for tensor in self.manifest.tensors)
-            check_digests(self.manifest, (tensor_digests({name: self.read(name)})[0] for name in names))
-        else:
-            # Earlier releases computed one digest in a pass over all tensors, which are read one at a time.
-            check(self.manifest, self.tensors)
 
 
 class _Spool(Closing):

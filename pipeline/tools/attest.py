@@ -33,7 +33,7 @@ from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.params_digest import digest_as
+from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.signatures import Signer
 
@@ -136,7 +136,7 @@ def check_model(path: Path, statement: Statement, *, adapted: bool = False) -> N
     covers the adapters and the parameters without them. Raises ConfigurationError for such files.
     """
     arrays, policy = _tensors(path), statement.policy
-    digest = digest_as(policy["digest"], arrays)
+    digest = params_digest(arrays)
     if digest == policy["digest"]:
         return
     pull = f"`rollstream weights pull {policy['version']} -o DIR --run {statement.run} --format published` writes it"

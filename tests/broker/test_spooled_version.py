@@ -12,7 +12,7 @@ from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.spooled_version import SpooledVersion, SpoolFailed
-from rollstream.topics.params_digest import params_digest, whole_digest
+from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from tests.broker.test_weights_deltas import params, publish, publisher
 from tests.support.runs import RealRun
@@ -43,17 +43,6 @@ def test_each_tensor_has_the_bits_of_its_version_and_its_files_have_no_names(
                     (array.shape, array.dtype, array.nbytes) for array in params(version).values()
                 }
                 assert not list(tmp_path.iterdir())
-
-
-def test_a_version_of_an_earlier_release_is_read_by_its_own_digests(
-    run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
-) -> None:
-    earlier = replace(manifests[0], digest=whole_digest(params(0)))
-    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher:
-        with SpooledVersion(fetcher, {0: earlier}, 0, tmp_path) as spooled:
-            assert params_digest(dict(spooled.tensors)) == params_digest(params(0))
-        with pytest.raises(WeightsRefused, match="version 0 as a whole"):
-            SpooledVersion(fetcher, {0: replace(earlier, digest="0" * 64)}, 0, tmp_path)
 
 
 def test_a_version_that_differs_from_its_manifest_is_refused_and_the_tensor_is_named(

@@ -1,7 +1,6 @@
 """Weights on a real broker: a follower holds one whole version or the one before, whoever dies, whenever it joins."""
 
 import dataclasses
-import hashlib
 import threading
 from collections.abc import Iterator
 
@@ -17,7 +16,6 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import (
     ConfigurationError,
     DeadlineExceeded,
@@ -29,8 +27,8 @@ from rollstream.topics.errors import (
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.params_digest import digest_as, params_digest, tensor_digests, whole_digest
-from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.params_digest import params_digest, tensor_digests
+from rollstream.topics.records import PolicyManifest
 from tests.support.one_by_one import poll_one_by_one
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings
@@ -206,40 +204,6 @@ def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, l
     source.close()
     assert {version for version, _, _ in live_chunks(run)} == {3, 4}
     assert sorted(visible_manifests(run, 4)) == [0, 1, 2, 3, 4]
-
-
-def test_a_version_that_an_earlier_release_published_is_followed_and_not_published_again(
-    run: RealRun, log: StepLog
-) -> None:
-    source = publisher(run)
-    staged = source.stage(3, arrays(3))
-    data = b"".join(array.tobytes() for array in arrays(3).values())
-    pieces = [data[at : at + 1000] for at in range(0, len(data), 1000)]
-    begin = topic_admin.bounds(run.kafka, run.topic("weights"))[1][1]
-    for index, piece in enumerate(pieces):
-        run.send_bytes("weights", piece, encode_key(0, "before", index), 1)
-    before = dataclasses.replace(
-        staged,
-        epoch="before",
-        chunks=tuple(
-            Chunk(
-                index=i,
-                partition=1,
-                offset=begin + i,
-                size_bytes=len(piece),
-                digest=hashlib.sha256(piece).hexdigest(),
-            )
-            for i, piece in enumerate(pieces)
-        ),
-        digest=whole_digest(arrays(3)),
-    )
-    run.send_bytes("policies", encode(before), encode_key(0))
-    with WeightsFollower(run.kafka, run.name) as follower:
-        version, parameters = follower.wait_for(0, 300)
-    assert (version, params_digest(parameters)) == (0, params_digest(arrays(3)))
-    published = publisher(run).published(3, digest_as(before.digest, parameters))
-    assert published is not None
-    assert (published.version, published.epoch) == (0, "before")
 
 
 @pytest.mark.parametrize("damage", ["gone", "another record"])

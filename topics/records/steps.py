@@ -37,7 +37,6 @@ class LearnerStep:
     oldest: int = -1
     stream_time_ms: int = -1
     resumes_at: int = -1
-    rules: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -20,7 +20,7 @@ from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
-from rollstream.consumers.weights.manifests import none_whole, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.batch_uses import rows_of
@@ -58,7 +58,7 @@ def earlier_steps(manifests: Iterable[PolicyManifest], learner: str, first_step:
     rollbacks: dict[int, int] = {}
     in_order: list[PolicyManifest] = []
     for manifest in sorted(manifests, key=lambda manifest: manifest.version):
-        digest = params_digest_of(manifest)
+        digest = manifest.params_digest
         original = originals.setdefault((manifest.learner, digest), manifest.version) if digest else manifest.version
         if original == manifest.version:
             in_order.append(manifest)

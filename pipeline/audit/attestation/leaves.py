@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from rollstream.consumers.weights.manifests import params_digest_of
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest, TrainingBatch
 
@@ -74,7 +73,7 @@ def version_leaf(manifest: PolicyManifest) -> Leaf:
         "learner": manifest.learner,
         "step": manifest.step,
         "digest": manifest.digest,
-        "params_digest": params_digest_of(manifest),
+        "params_digest": manifest.params_digest,
         "model": digest_of(manifest.model.encode()),
     }
 

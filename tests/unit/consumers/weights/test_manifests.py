@@ -100,7 +100,7 @@ def test_versions_whose_manifests_are_unreadable_are_told_by_their_keys(
 
 
 def test_a_step_keeps_the_version_of_its_record_after_a_rollback_to_it() -> None:
-    manifests = [replace(one_chunk_manifest(version, CHUNK), digest=f"d{version}") for version in (50, 51)]
+    manifests = [replace(one_chunk_manifest(version, CHUNK), params_digest=f"d{version}") for version in (50, 51)]
     rollback = replace(manifests[0], version=56)
     log = [*manifests, rollback]
     assert published_after(log, "default", 50, "d50", 50) == manifests[0]
@@ -108,8 +108,8 @@ def test_a_step_keeps_the_version_of_its_record_after_a_rollback_to_it() -> None
 
 
 def test_a_step_without_a_version_on_record_has_the_newest_version_with_its_parameters() -> None:
-    first = replace(one_chunk_manifest(3, CHUNK), digest="old")
-    again = replace(first, version=4, digest="new")
+    first = replace(one_chunk_manifest(3, CHUNK), params_digest="old")
+    again = replace(first, version=4, params_digest="new")
     assert published_after([first, again], "default", 3, "new") == again
     assert published_after([first, again], "default", 3, "new", 3) == again
     assert published_after([first, again], "default", 3, "other", 3) is None

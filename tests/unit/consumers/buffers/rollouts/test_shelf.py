@@ -59,6 +59,17 @@ def test_freshness_depends_on_step_and_time(weight_step: int, timestamp: float, 
     assert len(kept) == fresh
 
 
+def test_a_stale_rollout_has_a_code_and_a_text() -> None:
+    rules = ShelfRules(max_rollout_step_delay=2, max_rollout_timestamp_delay=100)
+    for place, code, text in (
+        ((11, 1000.0), "ahead", "weight step 11 is ahead of step 10"),
+        ((7, 1000.0), "old_step", "weight step 7 is 3 steps old, at most 2 may be"),
+        ((10, 900.0), "too_old", "100 s old or more"),
+        ((10, 1000.0), "", ""),
+    ):
+        assert (rules.stale_code(*place, 10, 1000.0), rules.stale(*place, 10, 1000.0)) == (code, text)
+
+
 def test_a_negative_delay_means_no_limit() -> None:
     assert FOREVER.stale(-1, 0.0, 10**9, 1e18) == ""
     by_time = ShelfRules(max_rollout_step_delay=-1, max_rollout_timestamp_delay=10)

@@ -21,7 +21,7 @@ from rollstream.consumers.learner.input.batch_selection import (
 )
 from rollstream.topics.batch_uses import left_out_rows, rows_of, taken_rows, without
 from rollstream.topics.records import BatchIndexEntry, BatchUse
-from rollstream.topics.skip_reasons import code_of
+from rollstream.topics.skip_reasons import UNKNOWN_VERSION, Skip
 from tests.support.batches import random_batch
 
 ENTRY = BatchIndexEntry(
@@ -186,24 +186,23 @@ def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> Non
 def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_since() -> None:
     stop = threading.Event()
 
-    def recorded(number: int, reason: str, rows: int, *row_numbers: int) -> BatchUse:
-        use = "skipped" if reason else "trained"
+    def recorded(number: int, skip: Skip | None, rows: int, *row_numbers: int) -> BatchUse:
         return BatchUse(
             batch_id=f"0-{number}",
             index_offset=10 * number,
             rows=rows,
-            use=use,  # type: ignore[arg-type]
-            reason=reason,
+            use="skipped" if skip else "trained",
+            reason=skip.reason if skip else "",
             row_numbers=row_numbers,
-            code=code_of(reason),
+            code=skip.code if skip else "",
         )
 
-    part, whole = "left out as vocabulary: x", "left out as advantage: y"
+    part, whole = Skip("vocabulary", "left out as vocabulary: x"), Skip("advantage", "left out as advantage: y")
     on_record = {
-        "0-0": (recorded(0, "policy version 0 is not on record", 16),),
-        "0-1": (recorded(1, "", 15, *range(15)), recorded(1, part, 1, 15)),
+        "0-0": (recorded(0, Skip(UNKNOWN_VERSION, "policy version 0 is not on record"), 16),),
+        "0-1": (recorded(1, None, 15, *range(15)), recorded(1, part, 1, 15)),
         "0-2": (recorded(2, whole, 16),),
-        "0-3": (recorded(3, "", 16),),
+        "0-3": (recorded(3, None, 16),),
     }
     selection = BatchSelection(
         ScriptedReader([0, 0, 0, 0, 0], stop),  # type: ignore[arg-type]

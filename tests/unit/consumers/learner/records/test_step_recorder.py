@@ -19,7 +19,8 @@ def manifests(*published: tuple[str, int], again: Mapping[int, int] | None = Non
             epoch="e",
             tensors=(),
             chunks=(),
-            digest=str((again or {}).get(version, version)),
+            digest="",
+            params_digest=str((again or {}).get(version, version)),
         )
         for version, (learner, step) in enumerate(published)
     ]
