@@ -1,26 +1,24 @@
 """`rollstream prune`: deletes records of a run that recovery, verification and learners no longer need.
 
 It reads positions, lets `rollstream.pipeline.audit.pruning_plan` make the plan, and deletes nothing without --yes. The
-plan keeps records that a process may still read, and records that a learner may read again from a checkpoint. Steps on
-record name these; for steps of earlier releases, the checkpoints are read, unless --without-checkpoints is given.
+plan keeps records that a process may still read, and records that a learner may read again from a checkpoint, which its
+steps on record name.
 """
 
 import argparse
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.learner.records.checkpoint_paths import directory_of, first_needed
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import place_of
@@ -66,8 +64,6 @@ from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerSte
 from rollstream.topics.retired_learners import retired_learners
 from rollstream.topics.validation import entry_problems
 
-CheckpointFolders = Callable[[str, str], Sequence[Path]]
-"""Returns the folders that may hold the checkpoints of a learner, given the names of its run and of the learner."""
 KEEP_BATCHES = 1000
 """Default number of batches that stay verifiable."""
 _WHY = {
@@ -82,12 +78,7 @@ _NO_ARCHIVE = (
     "no archiver is on record: none runs, or one was stopped for longer than offsets.retention.minutes, so "
     "brokers have forgotten its positions. If there is an archive, run `rollstream archive` before `rollstream prune`"
 )
-_BARE = " (no checkpoint)"
 _NOT_STARTED = " (not started)"
-_LEARNERS = {
-    False: "may still have to read these records",
-    True: "give the directory of its checkpoints with --checkpoints, which may be repeated",
-}
 _WHY_WIDTH = 26
 
 
@@ -107,19 +98,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be deleted, and why other records are kept"
     )
     parser.add_argument("--yes", action="store_true", help="delete the records; this cannot be undone")
-    parser.add_argument(
-        "--checkpoints",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="directory of checkpoints of learners of earlier releases; may be repeated "
-        "(default: that of each learner's own run)",
-    )
-    parser.add_argument(
-        "--without-checkpoints",
-        action="store_true",
-        help="go by the last step of learners of earlier releases, and read no checkpoints",
-    )
 
 
 def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
@@ -132,7 +110,6 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.kafka,
         config.run,
         config.grouper.group_id(config.run),
-        None if args.without_checkpoints else checkpoint_folders(config, args.checkpoints),
         config.labeling.group_id(config.run),
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
@@ -156,22 +133,6 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         for there in weight_files:
             print(files_text(there, args.dry_run))
     return 0
-
-
-def checkpoint_folders(config: RunConfig, directories: Sequence[str] = ()) -> CheckpointFolders:
-    """Return the folders of a learner below these directories.
-
-    Without directories, they are those below the configured directory and, for a learner of another run, also below the
-    default directory of that run. Raises ConfigurationError for a bad URL.
-    """
-    configured = [directory_of(directory) for directory in directories or (config.learner.checkpoint.directory,)]
-
-    def folders(owner: str, learner: str) -> list[Path]:
-        default = directory_of(str(config.run_dir.parent / owner / "checkpoints"))
-        places = configured if directories or owner == config.run else [*configured, default]
-        return [place / owner / learner for place in places]
-
-    return folders
 
 
 def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
@@ -249,7 +210,7 @@ def plan_text(
     lines = [table(header, cells), ""]
     met = dict.fromkeys(row["kept_for"] for row in rows)
     lines += [f"{why}: {_WHY[why]}" for why in met if why in _WHY]
-    lines += [f"{why}: {_LEARNERS[why.endswith(_BARE)]}" for why in met if why.startswith("learner")]
+    lines += [f"{why}: may still have to read these records" for why in met if why.startswith("learner")]
     for name, last in (last_steps or {}).items():
         if last.replaced_by:
             at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "unknown time"
@@ -286,23 +247,20 @@ def read_positions(
     kafka: KafkaConfig,
     run: str,
     group: str,
-    checkpoints: CheckpointFolders | None,
     labeling_group: str | None = None,
 ) -> Positions:
     """Read the positions of every task, learner and consumer group of a run.
 
-    A learner may go back to the position that its steps name, else to its oldest checkpoint in any of the folders that
-    `checkpoints` returns, or to its last step if `checkpoints` is None. `labeling_group` is the consumer group of
-    labeling processes, if its name is not the default. Raises StateRefused if the group of grouping processes has a
-    journal but no committed offsets.
+    `labeling_group` is the consumer group of labeling processes, if its name is not the default. Raises StateRefused if
+    the group of grouping processes has a journal but no committed offsets.
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
     bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in PRUNED}
     places = {topic_name(run, topic): (*ends,) for topic, ends in bounds.items()}
     for topic in (*CONTROL_TOPICS, CALLS):
-        if not any(end for _low, end in bounds.get(topic, {}).values()):
-            bounds.pop(topic, None)
+        if not any(end for _low, end in bounds[topic].values()):
+            del bounds[topic]
     begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Positions of groups are read first and can only advance later, so the plan never deletes records that they need.
@@ -311,7 +269,7 @@ def read_positions(
     if labeling_group in groups:
         groups[labeling_group] |= _offsets_of(kafka, labeling_group, places)
     skipped = SkippedRecords(logged=False)
-    learners, last_steps = _learners(kafka, run, checkpoints, skipped)
+    learners, last_steps = _learners(kafka, run, skipped)
     sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
@@ -395,9 +353,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
     return tuple(batches)
 
 
-def _learners(
-    kafka: KafkaConfig, run: str, checkpoints: CheckpointFolders | None, skipped: SkippedRecords
-) -> tuple[dict[str, int], dict[str, LastStep]]:
+def _learners(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[dict[str, int], dict[str, LastStep]]:
     """Return the index offset from which each learner may read, and its last step.
 
     These are the learners of any run that train on this run and are not retired; also forked learners, which have no
@@ -431,13 +387,7 @@ def _learners(
             continue
         name = f"learner {learner}" if owner == run else f"learner {owner}/{learner}"
         needed = step.position if step.oldest < 0 else step.oldest
-        if step.resumes_at >= 0:
-            position: int | None = step.resumes_at
-        else:
-            position = needed if checkpoints is None else _oldest_needed(checkpoints(owner, learner))
-        if position is None:
-            name += _BARE
-        positions[name] = 0 if position is None else min(position, needed)
+        positions[name] = min(step.resumes_at, needed)
         publisher = publishers[owner].learner
         last_steps[name] = LastStep(
             step=step.step, time=step.timestamp, run=owner, replaced_by="" if publisher == learner else publisher
@@ -459,12 +409,6 @@ def _readable(owner: str, run: str) -> Iterator[None]:
             f"of run {run} does, or take away DESCRIBE on {owner}.steps if no learner of run {owner} trains on run "
             f"{run}"
         ) from error
-
-
-def _oldest_needed(folders: Iterable[Path]) -> int | None:
-    """Return the first offset of the index that the oldest checkpoint in any of these needs, or None without one."""
-    offsets = (first_needed(folder) for folder in folders)
-    return min((offset for offset in offsets if offset is not None), default=None)
 
 
 def _other_groups(

@@ -88,7 +88,7 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
 def check_pruning(kafka: KafkaConfig, run: str) -> None:
     """Calls of finished sessions can be deleted, and the ledger of the others is as it was."""
     before = ledger(kafka, run).calls
-    flags = ("--keep-batches", "0", "--without-checkpoints", "--yes", "--run", run, "-b", kafka.bootstrap_servers)
+    flags = ("--keep-batches", "0", "--yes", "--run", run, "-b", kafka.bootstrap_servers)
     subprocess.run([sys.executable, "-P", "-m", "rollstream", "prune", *flags], check=True, timeout=300)
     book = ledger(kafka, run)
     assert book.balanced, book.problems

@@ -307,7 +307,7 @@ def test_what_lies_between_records_lies_there_again(
         assert archiver.once().manifest.generation == first.manifest.generation
     send(rollouts, 0, 1)
     # The janitor knows what is archived, and keeps the rest.
-    known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), None).groups
+    known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name)).groups
     _low, end = topic_admin.bounds(real_run.kafka, rollouts)[0]
     archived = known[f"{real_run.name}.archive"]
     assert archived["rollouts", 0] == end - 1
@@ -320,7 +320,7 @@ def test_what_lies_between_records_lies_there_again(
     admin.delete_consumer_groups([group])[group].result(60)
     with Archiver(real_run.kafka, real_run.name, store) as archiver:
         assert archiver.once().records == 0
-    known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), None).groups
+    known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name)).groups
     assert {topic for topic, _partition in known[group]} == set(PRUNED)
     again = f"{real_run.name}-again"
     assert restore(real_run.kafka, real_run.topics, store, second.manifest, again) == first.records + 1

@@ -155,7 +155,7 @@ def in_sessions(run: RealRun, readers: Readers) -> None:
 
 def pruned(run: RealRun, *topics: str) -> None:
     """Prune the run, and check that it deletes something of each of these topics."""
-    said(run, "prune", "--yes", "--keep-batches", "0", "--without-checkpoints")
+    said(run, "prune", "--yes", "--keep-batches", "0")
     for topic in topics:
         bounds = topic_admin.bounds(run.kafka, run.topic(topic)).values()
         assert any(low > 0 for low, _end in bounds), topic

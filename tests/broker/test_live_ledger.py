@@ -68,6 +68,7 @@ def learn(run: RealRun, number: int, use: str, rows: int = 0) -> None:
         params_digest="d",
         trained_total=0,
         skipped_total=0,
+        resumes_at=batches[-1].index_offset + 1,
     )
     run.send_bytes("steps", encode(step), encode_key("main", number))
 

@@ -24,8 +24,7 @@ from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.pruning_plan import Deletion, plan
 from rollstream.pipeline.audit.verification import index_of, verify
-from rollstream.pipeline.config import load
-from rollstream.pipeline.tools.prune import checkpoint_folders, delete, read_positions
+from rollstream.pipeline.tools.prune import delete, read_positions
 from rollstream.pipeline.tools.replay import replay
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
@@ -60,8 +59,9 @@ def settled(run: RealRun, in_flight: int = 0) -> Ledger:
     return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
 
 
-def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
-    """Write a learner's step that trained on the first `read` entries of the index."""
+def learn(run: RealRun, name: str, read: int, at: float = 0.0, resumes_at: int | None = None) -> None:
+    """Write a learner's step that trained on the first `read` entries of the index, and may read from `resumes_at` on,
+    by default from the next entry on."""
     # The marker of the last transaction may come after its commit was answered.
     index = run.topic("batch-index")
     eventually(lambda: len(list(read_to_end(run.kafka, index))) >= read, 60, f"{read} entries of the index")
@@ -82,29 +82,34 @@ def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
         trained_total=sum(use.rows for use in uses),
         skipped_total=0,
         timestamp=at,
+        resumes_at=messages[-1].offset + 1 if resumes_at is None else resumes_at,
     )
     run.send_bytes("steps", encode(step), encode_key(name, 1))
 
 
-def checkpoint(run: RealRun, learner: str, position: int, directory: Path | None = None) -> Path:
-    """Write the part of a checkpoint that prune reads, as orbax lays it out, and return the directory."""
-    directory = directory or run.directory / "checkpoints"
+def checkpoint(run: RealRun, learner: str, position: int) -> Path:
+    """Write the part of a checkpoint that a fork reads, as orbax lays it out, and return the directory."""
+    directory = run.directory / "checkpoints"
     path = directory / run.name / learner / "1" / "meta" / "metadata"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"position": position}))
     return directory
 
 
-def planned(run: RealRun, checkpoints: Path, keep: int) -> dict[tuple[str, int], Deletion]:
+def learners_of(run: RealRun) -> dict[str, int]:
+    """The first offset of the index that each learner may still read."""
+    return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name)).learners)
+
+
+def planned(run: RealRun, keep: int) -> dict[tuple[str, int], Deletion]:
     """The plan of a prune, computed in this process."""
-    folders = checkpoint_folders(load(), [str(checkpoints)])
-    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders)
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name))
     return {(d.topic, d.partition): d for d in plan(positions, keep_batches=keep)}
 
 
 def prunable(run: RealRun, topic: str, keep: int) -> bool:
     """Whether a prune would delete records of a topic."""
-    return any(deletion.offsets for (name, _), deletion in planned(run, run.directory, keep).items() if name == topic)
+    return any(deletion.offsets for (name, _), deletion in planned(run, keep).items() if name == topic)
 
 
 def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
@@ -136,7 +141,7 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
         place.send_bytes("steps", value, b"no key")
     run.send_bytes("batch-index", b"junk", b"key")
 
-    where = ("--dry-run", "--keep-batches", "0", "--without-checkpoints")
+    where = ("--dry-run", "--keep-batches", "0")
     done = rollstream(run, "prune", *where, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -155,57 +160,44 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     assert "records could not be read and were ignored, the first: " in text
 
 
-def test_positions_of_another_group_are_read_also_in_a_run_without_a_topic_of_calls(real_run: RealRun) -> None:
+def test_positions_of_another_group_are_read(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(0, partition=0)])
     with Reader(run.kafka, group=f"{run.name}.reader") as reader:
         reader.commit([GroupPosition(run.topic("batches"), 0, 1)], "committing")
-
-    def of_the_reader() -> object:
-        return read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None).groups[f"{run.name}.reader"]
-
-    assert of_the_reader() == {("batches", 0): 1}
-    admin = clients.admin(run.kafka)
-    admin.delete_topics([run.topic("calls")])[run.topic("calls")].result(60)
-    eventually(lambda: run.topic("calls") not in topic_admin.topic_names(run.kafka), 60, "the topic to be gone")
-    assert of_the_reader() == {("batches", 0): 1}
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name))
+    assert positions.groups[f"{run.name}.reader"] == {("batches", 0): 1}
 
 
-def test_a_learner_on_record_holds_back_what_it_may_read_again_though_prune_sees_no_checkpoint(
-    real_run: RealRun,
-) -> None:
+def test_a_learner_on_record_holds_back_what_it_may_read_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
     ends = [message.offset + 1 for message in read_to_end(run.kafka, run.topic("batch-index"))]
     params = StepParams("new.checksum", None)
 
-    def held() -> dict[str, int]:
-        nowhere = checkpoint_folders(load(), [str(run.directory / "files of another pod")])
-        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere).learners)
-
     with StepRecorder(LearnerConfig(take_over=True), run.kafka, run.name, "{}") as recorder:
         recorder.resumes_from(ends[1])
         made = recorder.record(1, (), ends[3], {}, params, LearnerPosition())
-        assert held() == {"learner default": ends[1]}
+        assert learners_of(run) == {"learner default": ends[1]}
         recorder.resumes_from(ends[2])
         # The records of a step that waits, and of a buffer that holds older rollouts, name it, too.
         recorder.record_skips(2, (), LearnerPosition().after(made))
-        assert held() == {"learner default": ends[2]}
+        assert learners_of(run) == {"learner default": ends[2]}
         recorder.record(2, (), ends[4], {}, params, LearnerPosition().after(made), oldest=ends[0])
-        assert held() == {"learner default": ends[0]}
+        assert learners_of(run) == {"learner default": ends[0]}
         recorder.record(3, (), ends[5], {}, params, LearnerPosition().after(made))
-        assert held() == {"learner default": ends[2]}
+        assert learners_of(run) == {"learner default": ends[2]}
 
     # Its checkpoints are lost, so it begins again.
     with StepRecorder(LearnerConfig(take_over=True), run.kafka, run.name, "{}") as recorder:
         recorder.resumes_from(0)
-        assert held() == {"learner default": 0}
+        assert learners_of(run) == {"learner default": 0}
         recorder.resumes_from(ends[1])
         recorder.record(1, (), ends[3], {}, params, LearnerPosition())
-        assert held() == {"learner default": 0}
+        assert learners_of(run) == {"learner default": 0}
         for step, end in ((2, ends[4]), (3, ends[5])):
             recorder.record(step, (), end, {}, params, LearnerPosition())
-        assert held() == {"learner default": ends[1]}
+        assert learners_of(run) == {"learner default": ends[1]}
 
 
 @pytest.mark.long
@@ -219,9 +211,7 @@ def test_the_steps_of_a_learner_name_what_the_oldest_of_its_checkpoints_needs(re
     # The last step was recorded when the checkpoint of step 7 was complete, or that of step 6 was still kept.
     assert 0 < steps[6].position <= steps[8].resumes_at <= steps[7].position
     assert all(0 <= step.resumes_at <= step.position for step in steps.values())
-    nowhere = checkpoint_folders(load(), [str(run.directory / "files of another pod")])
-    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere)
-    assert dict(positions.learners) == {"learner default": steps[8].resumes_at}
+    assert learners_of(run) == {"learner default": steps[8].resumes_at}
 
 
 def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_run: RealRun) -> None:
@@ -248,11 +238,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     learn(run, "gone", 2, at=2e9)
     sums = [sum(entry.rollouts for entry in list(index_of(run.kafka, run.name).values())[:n]) for n in range(9)]
 
-    def held() -> dict[str, int]:
-        positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None)
-        return dict(positions.learners)
-
-    before = held()
+    before = learners_of(run)
     assert before["learner gone"] < before["learner main"]
     with closing(StepLog(run.kafka, run.name, "gone")) as log, JournalTailer(run.kafka, run.name) as tailer:
         assert tailer.progress.consumed == sums[2]
@@ -260,7 +246,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
         assert (unknown.returncode, "learners on record: gone, main" in unknown.stderr) == (2, True), unknown.stderr
         done = rollstream(run, "learner", "retire", "gone", "--reason", "it diverged")
         assert done.returncode == 0, done.stderr
-        assert held() == {"learner main": before["learner main"]}
+        assert learners_of(run) == {"learner main": before["learner main"]}
         eventually(lambda: tailer.progress.consumed == sums[6], 60, "the retired learner left out")
         with pytest.raises(Fenced):
             log.commit([log.record(read_steps(run.kafka, run.name, "gone")[1])])
@@ -274,7 +260,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     StepLog(run.kafka, run.name, "main").close()
 
     assert rollstream(run, "learner", "resume", "gone").returncode == 0
-    assert held() == before
+    assert learners_of(run) == before
     StepLog(run.kafka, run.name, "gone", take_over=True).close()
 
 
@@ -291,19 +277,16 @@ def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real
     assert done.returncode == 0, done.stderr
     learn(run, "main", 8)
 
-    def held() -> dict[str, int]:
-        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None).learners)
-
     both = {"learner main": ends[7], f"learner {other.name}/default (not started)": ends[1]}
-    assert held() == both
+    assert learners_of(run) == both
     assert rollstream(other, "learner", "retire", "default").returncode == 0
-    assert held() == {"learner main": ends[7]}
+    assert learners_of(run) == {"learner main": ends[7]}
     assert rollstream(other, "learner", "resume", "default").returncode == 0
-    assert held() == both
+    assert learners_of(run) == both
     # Its own steps count from then on.
-    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="default", position=ends[5])
+    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="default", position=ends[5], resumes_at=ends[5])
     other.send_bytes("steps", encode(step), encode_key("default", 1))
-    assert held() == {"learner main": ends[7], f"learner {other.name}/default": ends[5]}
+    assert learners_of(run) == {"learner main": ends[7], f"learner {other.name}/default": ends[5]}
 
     learn(run, "main", 2)
     topic_admin.delete_records(run.kafka, {(run.topic("batch-index"), 0): ends[2]})
@@ -313,31 +296,16 @@ def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real
 
 
 @pytest.mark.long
-def test_learners_of_other_runs_are_judged_by_the_checkpoints_of_their_own_runs(real_run: RealRun) -> None:
+def test_learners_of_other_runs_hold_back_what_their_steps_name(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
-    learn(run, "main", 8)
     ends = [message.offset + 1 for message in read_to_end(run.kafka, run.topic("batch-index"))]
+    learn(run, "main", 8, resumes_at=ends[6])
     other = run.beside("other")
     provisioning.apply(other.kafka, other.topics, other.name)
-    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="mine")
+    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="mine", resumes_at=ends[3])
     other.send_bytes("steps", encode(step), encode_key("mine", 1))
-    for owner, learner, position in ((run, "main", ends[6]), (other, "mine", ends[3])):
-        checkpoint(owner, learner, position, run.directory / "runs" / owner.name / "checkpoints")
-    config = load(flags=[f"run={run.name}", f"data_dir={run.directory}"])
-
-    def held(*directories: Path) -> dict[str, int]:
-        folders = checkpoint_folders(config, [*map(str, directories)])
-        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders).learners)
-
-    assert held() == {"learner main": ends[6], f"learner {other.name}/mine": ends[3]}
-    # Directories that are named count in place of the defaults.
-    first = checkpoint(run, "main", ends[5], run.directory / "first")
-    assert held(first) == {"learner main": ends[5], f"learner {other.name}/mine (no checkpoint)": 0}
-    second = checkpoint(other, "mine", ends[4], run.directory / "second")
-    assert held(first, second) == {"learner main": ends[5], f"learner {other.name}/mine": ends[4]}
-    named = (word for directory in (first, second) for word in ("--checkpoints", str(directory)))
-    assert "no checkpoint" not in str(prune(run, "--dry-run", *named))
+    assert learners_of(run) == {"learner main": ends[6], f"learner {other.name}/mine": ends[3]}
 
 
 def figures_of(book: Ledger) -> dict[str, Any]:
@@ -362,28 +330,26 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     settled(run, in_flight=1)
 
     # Nobody has read a batch, so no batch is deleted, and nothing that the ledger needs with the batches.
-    untouched = planned(run, run.directory, 0)
+    untouched = planned(run, 0)
     assert {d.offsets for d in untouched.values() if d.topic in ("batches", "batch-index")} == {0}
     assert untouched["batch-index", 0].why == "no learner on record"
     batches = len(index_of(run.kafka, run.name))
-    learn(run, "main", batches - 4)
+    position = [m.offset for m in read_to_end(run.kafka, run.topic("batch-index"))][batches - 20]
+    learn(run, "main", batches - 4, resumes_at=position)
     before = in_both_forms(run)
     assert before.balanced, before.problems
     assert before.trained > 0
-    assert planned(run, run.directory, 0)["batch-index", 0].why == "learner main (no checkpoint)"
-    position = [m.offset for m in read_to_end(run.kafka, run.topic("batch-index"))][batches - 20]
-    checkpoints = checkpoint(run, "main", position)
-    where = ("--checkpoints", str(checkpoints), "--keep-batches", "6")
+    where = ("--keep-batches", "6")
 
     # A foreign consumer group holds back the records that it has yet to read.
     stranger = clients.reader(run.kafka, group=f"{run.name}-stranger")
     stranger.commit(offsets=[TopicPartition(run.topic("rollouts"), 0, 3)], asynchronous=False)
-    held = planned(run, checkpoints, 6)["rollouts", 0]
+    held = planned(run, 6)["rollouts", 0]
     assert (held.to, held.why) == (3, f"group {run.name}-stranger")
     stranger.commit(offsets=[TopicPartition(run.topic("rollouts"), 0, 10**6)], asynchronous=False)
     stranger.close()
 
-    seen = planned(run, checkpoints, 6)
+    seen = planned(run, 6)
     assert set(begins(run).values()) == {0}
     done = prune(run, *where, "--yes")
     assert begins(run) == {place: row["to"] for place, row in done.items()}
@@ -419,12 +385,12 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     other = replay(run.kafka, run.name, {"estimator": "grpo"})
     assert other.changed == {"estimator": [["rloo"], "grpo"]}
     assert other.replayed.batches >= 6
-    assert planned(run, checkpoints, 6)["batch-index", 0].to <= position
+    assert planned(run, 6)["batch-index", 0].to <= position
 
     # Prune again, and further, from a journal whose beginning is gone already. A snapshot is due every ten commits, and
     # a busy process commits several batches at once.
     for _ in range(20):
-        deletions = further(run, checkpoints)
+        deletions = further(run)
         kept = {"rollouts", "batch-index", "batches"} - {d.topic for d in deletions if d.offsets > 0}
         if not kept:
             break
@@ -441,10 +407,9 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert (verification.batches, verification.unverifiable, verification.mismatches) == (6, 0, [])
 
 
-def further(run: RealRun, checkpoints: Path) -> list[Deletion]:
+def further(run: RealRun) -> list[Deletion]:
     """The plan if no learner needed anything."""
-    folders = checkpoint_folders(load(), [str(checkpoints)])
-    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders)
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name))
     return plan(replace(positions, learners={"learner ahead": 10**9}), keep_batches=6)
 
 

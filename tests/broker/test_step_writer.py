@@ -12,8 +12,7 @@ from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.rollback import roll_back
-from rollstream.pipeline.config import load
-from rollstream.pipeline.tools.prune import checkpoint_folders, read_positions
+from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused
 from rollstream.topics.kafka.reader import read_to_end
@@ -207,8 +206,7 @@ def test_prune_keeps_what_the_trainer_may_read_again(real_run: RealRun) -> None:
 
     def kept() -> dict[str, int]:
         group = run.grouper.group_id(run.name)
-        folders = checkpoint_folders(load(), [str(run.directory / "checkpoints")])
-        return dict(read_positions(run.kafka, run.name, group, folders).learners)
+        return dict(read_positions(run.kafka, run.name, group).learners)
 
     with StepWriter(run.kafka, run.name, take_over=True) as steps:
         first = steps.record(reads_of(run, steps.position, 1), params(1.0))

@@ -36,7 +36,7 @@ class LearnerStep:
     timestamp: float = 0.0
     oldest: int = -1
     stream_time_ms: int = -1
-    resumes_at: int = -1
+    resumes_at: int = 0
     code: Mapping[str, str] = field(default_factory=dict)
 
     @property

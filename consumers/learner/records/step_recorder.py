@@ -103,7 +103,7 @@ class StepRecorder(Closing):
         recorded = read_steps(kafka, run, config.name)
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
         self._newest = recorded[max(recorded)] if recorded else None
-        self._resumes_at = -1
+        self._resumes_at = 0
         self._made = -1
         self._first_made: int | None = None
         self.same_bits = True
