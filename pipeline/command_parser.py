@@ -117,9 +117,9 @@ def set_handler(
 ) -> None:
     """Let a command call `handler`, and add the flags that all commands have.
 
-    `role` is true for long-running commands: they log what they do, while tools log only warnings. Such a command has a
-    service port, unless `serves` returns false, because the command ends soon with these arguments. `run_action` is the
-    action of the flag --run.
+    `role` is true for long-running commands: they log what they do, while tools log only warnings, and have a service
+    port. It does not count if `serves` returns false, because the command ends soon with these arguments. `run_action`
+    is the action of the flag --run.
     """
     parser.epilog = f"{_EXAMPLE}\n{command_text(example)}" if example else None
     common = parser.add_argument_group("configuration")
@@ -150,8 +150,9 @@ def set_handler(
         from rollstream.topics import logs
 
         config = config_of(args)
-        logs.setup("warning" if config.log_level == "info" and not role else config.log_level)
-        if not (role and serves(args)):
+        is_role = role and serves(args)
+        logs.setup("warning" if config.log_level == "info" and not is_role else config.log_level)
+        if not is_role:
             return _explaining(config, lambda: handler(config, args))
         if args.command not in _START_BROKERS:
             # A role of `rollstream run` waits for unreachable brokers; without this check, it would also wait for

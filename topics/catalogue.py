@@ -82,7 +82,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="P",
         cleanup="none",
         writers=("env", "gateway", "group", "label", TOOLS),
-        readers=("group", *_FOLLOW_PROGRESS, "label", TOOLS),
+        readers=("group", *_FOLLOW_PROGRESS, "label", "sink", TOOLS),
         append_time=True,
         doc="Every rollout produced for training, once it has a reward; cancellations of group members; marks.",
     ),
@@ -93,7 +93,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="P",
         cleanup="none",
         writers=("group",),
-        readers=("learn", "group", TOOLS),
+        readers=("learn", "group", "sink", TOOLS),
         doc="Training batches, on the partition their rollouts came from.",
     ),
     TopicSpec(
@@ -103,7 +103,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="none",
         writers=("group", TOOLS),
-        readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
+        readers=("learn", *_FOLLOW_PROGRESS, "sink", TOOLS),
         doc="Place of each batch in `batches`, in the order that learners follow.",
     ),
     TopicSpec(
@@ -172,7 +172,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="compact",
         writers=("learn",),
-        readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
+        readers=("learn", *_FOLLOW_PROGRESS, "sink", TOOLS),
         doc="The batches that each learner step used or skipped.",
     ),
     TopicSpec(
@@ -181,9 +181,9 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Metrics",),
         partitions="1",
         cleanup="none",
-        writers=("learn", "infer", "serve-weights", "gateway", "env", "group", "label", "eval"),
-        readers=("learn", "group", TOOLS),
-        doc="Metrics of every component.",
+        writers=("infer", "serve-weights", "gateway", "env", "group", "label", "eval"),
+        readers=("group", "sink", TOOLS),
+        doc="Metrics of every component except learners, whose metrics are on `steps`.",
     ),
     TopicSpec(
         name="dead-letters",

@@ -32,6 +32,7 @@ SERVING_ROLES = (
     "eval",
     "collect",
     "fill",
+    "sink",
 )
 """Commands that serve metrics."""
 

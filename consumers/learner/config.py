@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rollstream.consumers.learner.records.checkpoint_paths import check_learner_name, is_remote
-from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
 from rollstream.consumers.learner.training.objective import (
     LossConfig,
     OptimizerConfig,
@@ -189,8 +188,6 @@ class LearnerConfig:
     """Checkpoints."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Publication of policy versions."""
-    sinks: SinksConfig = field(default_factory=SinksConfig)
-    """Copies of the metrics of each step, outside the log."""
 
     def __post_init__(self) -> None:
         check_learner_name(self.name)

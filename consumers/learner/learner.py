@@ -29,8 +29,8 @@ from rollstream.consumers.learner.records.checkpoint_paths import first_needed
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
-from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks, serve_newest
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
+from rollstream.consumers.learner.records.served_metrics import serve_newest
 from rollstream.consumers.learner.records.snapshot import Snapshots
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
@@ -105,7 +105,6 @@ class _Learner:
             self._recorder = stack.enter_context(StepRecorder(config, kafka, run, model, team))
         else:
             self._member = stack.enter_context(ShardMember(kafka, run, config.weights, team))
-        self._sinks: MetricSinks | None = None
         self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name, owner=True))
         self._train_step = TrainStep(config)
@@ -165,9 +164,8 @@ class _Learner:
         else:
             recorded = self._recorder.recorded(step)
             if recorded is not None:
-                # Before the sinks, which may read for long: the other processes wait for the version that this begins.
                 self._recorder.compare(step, params, recorded.uses)
-            self._sinks = self._open_sinks(self._recorder)
+            serve_newest(self._recorder.steps)
             if recorded is None:
                 self._record((), self._position.position, metrics, lambda: params)
                 self._recording.wait()
@@ -380,8 +378,8 @@ class _Learner:
         The other processes begin to send their tensors. `_position` is the position after the step once the recording
         has ended.
         """
-        recorder, sinks, recording = self._recorder, self._sinks, self._recording
-        if recorder is None or sinks is None or recording is None:
+        recorder, recording = self._recorder, self._recording
+        if recorder is None or recording is None:
             self._contribute(take)
             return
         step = int(self._state.step)
@@ -398,7 +396,6 @@ class _Learner:
                 stream_time_ms=stream_time_ms,
             )
             self._position = self._position.after(made)
-            sinks.write(made)
 
         recording.start(take, record)
 
@@ -412,16 +409,6 @@ class _Learner:
 
         if self._recording is not None:
             self._recording.start(take, contribute)
-
-    def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
-        """Open the sinks, write the recorded steps that they lack, and serve the newest of these steps."""
-        config = self._config
-        sinks = open_sinks(config.sinks, self._kafka, self._run, config.name, recorder.last_recorded)
-        self._stack.callback(sinks.close)
-        for record in recorder.steps:
-            sinks.write(record)
-        serve_newest(recorder.steps)
-        return sinks
 
     def _changed_since(self, saved: dict[str, str]) -> bool:
         """Whether hardware or software has changed since the checkpoint, but not the settings or the code, so that

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.topics.errors import ConfigurationError
 
 _CACHE_FROM_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -64,7 +64,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
         "devices": str(jax.device_count()),
         "processes": str(config.processes),
-        "mesh": _mesh(config.mesh),
+        "mesh": repr(config.mesh),
         "machine": platform.machine(),
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -107,12 +107,6 @@ def replay_tolerance(config: LearnerConfig) -> float:
     return GPU_TOLERANCE if jax.default_backend() == "gpu" else 0.0
 
 
-def _mesh(mesh: MeshConfig) -> str:
-    """Text of the mesh for fingerprints; without `sequence` if unused, as in releases that had no such axis."""
-    earlier = f"MeshConfig(data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor})"
-    return earlier if mesh.sequence == 1 else repr(mesh)
-
-
 def _expects_gpu() -> bool:
     """Whether JAX has a plug-in for GPUs that it may use; does not import JAX."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -131,7 +125,6 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
         "weights",
         "threads",
         "publish_every_steps",
-        "sinks",
         "processes",
         "coordinator",
         "mesh",

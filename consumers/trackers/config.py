@@ -10,8 +10,9 @@ from rollstream.topics.errors import ConfigurationError
 class TrackerConfig:
     """The tracker that `rollstream sink` fills with the steps of a learner, from the log."""
 
-    to: str = "trackio"
-    """trackio, wandb, tensorboard, or your own class: package.module:Class or path/to/file.py:Class."""
+    to: str = ""
+    """trackio, wandb, tensorboard, jsonl, or your own class: package.module:Class or path/to/file.py:Class. If it is
+    set, `rollstream run` starts `rollstream sink`."""
     directory: str = ""
     """Directory for the tracker's files on this machine; empty: trackers in data_dir."""
     project: str = "rollstream"

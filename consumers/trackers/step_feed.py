@@ -68,8 +68,7 @@ class StepFeed:
         """Store the figures of a record as the newest figures of its component."""
         self._metrics_position = message.offset + 1
         record = self.skipped.decode(Metrics, message)
-        # The figures of learners are complete on `steps`.
-        if record is not None and not record.component.startswith("learn-"):
+        if record is not None:
             subject = "/".join((record.component, *(f"{k}={v}" for k, v in sorted(record.labels.items()))))
             self._components |= {f"{subject}/{name}": value for name, value in record.values.items()}
 

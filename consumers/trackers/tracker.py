@@ -3,18 +3,22 @@
 A tracker reports the last step that it has, so filling continues there after any interruption.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from rollstream.consumers.trackers.config import TrackerConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.user_code import load_object
 
 TRACKERS = {
     "trackio": "rollstream.consumers.trackers.trackio_tracker:TrackioTracker",
-    "wandb": "rollstream.consumers.trackers.learner_sinks:wandb_tracker",
-    "tensorboard": "rollstream.consumers.trackers.learner_sinks:tensorboard_tracker",
+    "wandb": "rollstream.consumers.trackers.wandb_tracker:WandbTracker",
+    "tensorboard": "rollstream.consumers.trackers.tensorboard_tracker:TensorBoardTracker",
+    "jsonl": "rollstream.consumers.trackers.jsonl_tracker:JsonLinesTracker",
 }
 """Built-in trackers, by their names in `tracker.to`."""
 
@@ -75,5 +79,17 @@ def open_tracker(tracked: TrackedRun) -> Tracker:
     """Open the tracker that `tracker.to` names. Raises ConfigurationError if no tracker has that name."""
     name = tracked.config.to
     kind = f"a tracker is one of {', '.join(TRACKERS)}, or a class, named package.module:Class"
+    if not name:
+        raise ConfigurationError(f"no tracker is named; set tracker.to or give --to: {kind}")
     make: Callable[[TrackedRun], Tracker] = load_object(TRACKERS.get(name, name), "tracker.to names", kind)
     return make(tracked)
+
+
+def tracker_package(name: str) -> ModuleType:
+    """Import the package of a tracker. Raises ConfigurationError, naming the extra, if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"tracker.to needs {name}, which is not installed: pip install 'rollstream[sinks]'"
+        ) from error

@@ -1,13 +1,11 @@
 """TrackioTracker: a run of trackio, kept on this machine, or by a Space or server that the options name."""
 
 import contextlib
-import importlib
 import os
 import sys
 from typing import Any
 
-from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep
-from rollstream.topics.errors import ConfigurationError
+from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, tracker_package
 
 TRACES = "rollouts"
 """Name under which the traces of a step are logged."""
@@ -21,12 +19,7 @@ class TrackioTracker:
         directory.mkdir(parents=True, exist_ok=True)
         # trackio reads the variable when the package is imported.
         os.environ.setdefault("TRACKIO_DIR", str(directory))
-        try:
-            self._trackio: Any = importlib.import_module("trackio")
-        except ImportError as error:
-            raise ConfigurationError(
-                "tracker.to is trackio, which is not installed: pip install 'rollstream[sinks]'"
-            ) from error
+        self._trackio: Any = tracker_package("trackio")
         self._tracked = tracked
         self._run = self._opened("allow")
         if self.last > tracked.newest_step:

@@ -29,9 +29,7 @@ _EVERYWHERE = "0.0.0.0"
 _DIRECTORIES = (
     "learner.checkpoint.directory",
     "learner.compile_cache",
-    "learner.sinks.jsonl",
-    "learner.sinks.tensorboard",
-    "learner.sinks.wandb",
+    "tracker.directory",
     "fill.directory",
     "serving.directory",
     "learner.weights.url",

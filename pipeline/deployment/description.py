@@ -27,6 +27,7 @@ ENV = "env"
 GATEWAY = "gateway"
 EVAL = "eval"
 COLLECT = "collect"
+SINK = "sink"
 ARCHIVE = "archive"
 PRUNE = "prune"
 
@@ -72,6 +73,8 @@ class RoleDescription:
     """Setting of the directory whose files must survive a restart; empty: the log has everything."""
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
+    expendable: bool = False
+    """Whether the run goes on without it, however often it fails."""
     after: tuple[str, ...] = ()
     """Roles that must be ready before it starts, if the run has them."""
 
@@ -111,6 +114,18 @@ _CONSUMERS = (LEARN, INFER, ENGINE, SERVE_WEIGHTS, GROUP, LABEL)
 """Roles that must be ready before a rollout is produced."""
 
 ROLES: tuple[RoleDescription, ...] = (
+    # First, so that it stops last: the learner may record a step until it has stopped.
+    RoleDescription(
+        name=SINK,
+        does="fills a tracker, such as trackio, with the steps of the learner",
+        flags=("--follow",),
+        counted_by="tracker.to",
+        count=lambda config: int(bool(config.tracker.to)),
+        extras=("sinks",),
+        secrets=("tracker.options.",),
+        keeps="tracker.directory",
+        expendable=True,
+    ),
     RoleDescription(
         name=LEARN,
         does="trains on the batches and publishes policy versions",

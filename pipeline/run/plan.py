@@ -180,7 +180,7 @@ def process_spec(
         restarts=supervisor.restarts,
         window_s=supervisor.restart_window_s,
         backoff_s=supervisor.backoff_s,
-        expendable=expendable,
+        expendable=expendable or role.expendable,
         shares_work=role.name in _SHARING,
     )
 

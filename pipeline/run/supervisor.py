@@ -150,8 +150,9 @@ class Supervisor:
                 self._spawn(placed)
 
     def wait_ready(self, names: Iterable[str]) -> None:
-        """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the cause."""
-        pending = set(names)
+        """Wait until these roles are ready, except expendable roles. Raises DeadlineExceeded or RoleFailed with the
+        cause."""
+        pending = {name for name in names if not self._roles[name].spec.expendable}
         while pending:
             self.poll(0.2)
             pending = {name for name in pending if not self._roles[name].ready}

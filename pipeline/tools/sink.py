@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import time
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,11 @@ from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
 from rollstream.pipeline.command_parser import Setting, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
+from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.secrets import resolve_options
 
 
@@ -32,35 +35,54 @@ class _Result(NamedTuple):
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream sink`."""
-    set_handler(parser, fill_tracker, example="rollstream sink --run main --to trackio --follow", json=True)
+    set_handler(
+        parser,
+        fill_tracker,
+        example="rollstream sink --run main --to trackio --follow",
+        json=True,
+        role=True,
+        serves=lambda args: bool(args.follow),
+    )
     parser.add_argument(
         "--to",
         dest="tracker.to=",
         action=Setting,
         metavar="TRACKER",
-        help="trackio, wandb, tensorboard, or package.module:Class (default: tracker.to)",
+        help="trackio, wandb, tensorboard, jsonl, or package.module:Class (default: tracker.to)",
     )
     parser.add_argument(
         "--into", dest="tracker.directory=", action=Setting, metavar="DIR", help="directory of the tracker's files"
     )
     parser.add_argument("--learner", metavar="NAME", help="a learner of the run (default: learner.name)")
     parser.add_argument("--archive", metavar="ARCHIVE", help="read an archive instead of the topics")
-    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument("--follow", action="store_true", help="go on until stopped, as `rollstream run` does")
     parser.add_argument(
         "--every", type=wait_seconds, default=5.0, metavar="S", help="seconds between two reads (default: %(default)g)"
     )
 
 
 def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the steps that the tracker does not have yet, repeatedly with --follow until interrupted."""
+    """Write the steps that the tracker does not have yet, repeatedly with --follow until stopped."""
+    stop = threading.Event()
+    if args.follow:
+        stop_on_signals(stop)
+        if args.archive is None:
+            wait_for_broker(config.kafka)
     log: RunLog = BrokerLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
     learner = args.learner or config.learner.name
     with closing(log):
         feed = StepFeed(log, config.run, learner, config.tracker.traces)
+        if args.follow:
+            announce_ready()
+            newest_step = _first_step(feed, stop, args.every)
+            if newest_step < 0:
+                return 0
+        else:
+            newest_step = _newest_step(feed, config.run, learner)
         tracked = TrackedRun(
             run=config.run,
             learner=learner,
-            newest_step=_newest_step(feed, config.run, learner, args.follow, args.every),
+            newest_step=newest_step,
             directory=Path(config.tracker.directory or config.data_dir / "trackers"),
             config=replace(config.tracker, options=resolve_options("tracker.options", config.tracker.options)),
         )
@@ -68,27 +90,36 @@ def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
         with closing(tracker):
             above = tracker.last
             while True:
+                beat("sink")
+                # What is recorded before the stop is written after it.
+                last = stop.is_set() or not args.follow
                 result = _fill(feed, tracker, above)
                 above = result.newest_step
                 if result.steps or not args.follow:
                     _print(result, tracked, args.json)
-                if not args.follow:
+                if last:
                     break
-                time.sleep(args.every)
+                stop.wait(args.every)
         tell(feed.skipped)
         return 0
 
 
-def _newest_step(feed: StepFeed, run: str, learner: str, follow: bool, every_s: float) -> int:
-    """Return the newest step on record; wait for it if `follow`, else raise ConfigurationError if there is none."""
-    while (newest := feed.newest_step()) < 0:
-        if not follow:
-            others = ", ".join(sorted(feed.learners)) or "none"
-            raise ConfigurationError(
-                f"learner {learner} of run {run} has no step on record; learners with steps: {others}; name one with "
-                "--learner, or wait for the first step with --follow"
-            )
-        time.sleep(every_s)
+def _newest_step(feed: StepFeed, run: str, learner: str) -> int:
+    """Return the newest step on record. Raises ConfigurationError if there is none."""
+    newest = feed.newest_step()
+    if newest < 0:
+        others = ", ".join(sorted(feed.learners)) or "none"
+        raise ConfigurationError(
+            f"learner {learner} of run {run} has no step on record; learners with steps: {others}; name one with "
+            "--learner, or wait for the first step with --follow"
+        )
+    return newest
+
+
+def _first_step(feed: StepFeed, stop: threading.Event, every_s: float) -> int:
+    """Wait for a step on record, and return the newest; -1 if there is none once `stop` is set."""
+    while (newest := feed.newest_step()) < 0 and not stop.wait(every_s):
+        beat("sink")
     return newest
 
 
@@ -96,6 +127,7 @@ def _fill(feed: StepFeed, tracker: Tracker, above: int) -> _Result:
     """Write the steps after step `above`."""
     newest, steps, traces, missing = above, 0, 0, feed.missing_rollouts
     for step in feed.steps(above):
+        beat("sink")
         tracker.write(step)
         newest, steps, traces = step.step, steps + 1, traces + len(step.traces)
     return _Result(steps, traces, feed.missing_rollouts - missing, newest)

@@ -85,14 +85,17 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
 ) -> None:
     whole = with_batches(real_run, 16)
     killed = with_batches(whole.beside("killed"), 16)
-    settings = {**SETTINGS, "learner__sinks__jsonl": tmp_path / "figures"}
+    to = {"tracker__to": "jsonl", "tracker__directory": tmp_path / "figures"}
     try:
-        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **settings)
+        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **SETTINGS)
+        sink = killed.start("sink", "--follow", "--every", "0.2", **to)
         eventually(lambda: max(steps_of(killed), default=-1) >= 4, 90, "step 4 of 8, checkpoints at 3 and 6")
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        finish(killed, killed.start("learn", **settings))
+        os.kill(sink.pid, signal.SIGKILL)
+        finish(killed, killed.start("learn", **SETTINGS))
         finish(whole, uninterrupted)
+        finish(killed, killed.start("sink", **to))
     finally:
         killed.stop()
 
@@ -305,14 +308,11 @@ def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_
     assert real_run.log_of(process).count('"rollouts_left_out"') == 3
 
     elsewhere = {"learner__checkpoint__directory": tmp_path / "elsewhere", "learner__advantage_limit": 0.5}
-    lines = {"learner__sinks__jsonl": tmp_path / "metrics"}
-    finish(real_run, again := real_run.start("learn", **settings, **elsewhere, **lines))
+    finish(real_run, again := real_run.start("learn", **settings, **elsewhere))
     assert '"steps_again": 2' in real_run.log_of(again)
-    metrics = map(json.loads, (tmp_path / "metrics" / real_run.name / "default.jsonl").read_text().splitlines())
-    for line in metrics:
-        recorded = steps[line["step"]].metrics
-        assert {name: value for name, value in line.items() if name.startswith("left_out/")} == {
-            name: value for name, value in recorded.items() if name.startswith("left_out/")
+    for step, record in steps_of(real_run).items():
+        assert {name: value for name, value in record.metrics.items() if name.startswith("left_out/")} == {
+            name: value for name, value in steps[step].metrics.items() if name.startswith("left_out/")
         }
     assert {step: (record.params_digest, record.uses) for step, record in steps_of(real_run).items()} == {
         step: (record.params_digest, record.uses) for step, record in steps.items()

@@ -52,8 +52,8 @@ def test_steps_of_a_live_run_reach_a_tracker_with_rollouts_as_they_are_on_the_lo
     for number, (batch, offset) in enumerate(zip(facts.batches[:2], facts.index_offsets[:2], strict=True)):
         train(real_run, number, batch, offset)
         eventually(lambda n=number: path.exists() and len(path.read_text().splitlines()) == n + 1, 120, "a step")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 130
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
     assert (tmp_path / "own" / "closed").exists()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["metrics"]["loss"]) for line in lines] == [(0, 0.0), (1, 0.5)]

@@ -85,13 +85,12 @@ def archive_run(
     infer = [
         Metrics(component="infer-0", timestamp=n * 3.0, values={"tokens_per_s": float(n)}, labels={}) for n in range(40)
     ]
-    learn = Metrics(component=f"learn-{LEARNER}", timestamp=1.0, step=0, values={"loss": -1.0})
     topics: dict[str, list[tuple[int, Any]]] = {
         "rollouts": [(n * STEP_MS // ROWS, rollout_of(n)) for n in range(steps * ROWS)],
         "batches": [(n * STEP_MS, batch) for n, batch in enumerate(batches)],
         "batch-index": [(n * STEP_MS, BatchIndexEntry.of(batch, n)) for n, batch in enumerate(batches)],
         "steps": [(n * STEP_MS + 9000, step_of(n)) for n in range(steps)],
-        "metrics": [(0, learn), *((3000 * n, record) for n, record in enumerate(infer) if 3000 * n < steps * STEP_MS)],
+        "metrics": [(3000 * n, record) for n, record in enumerate(infer) if 3000 * n < steps * STEP_MS],
     }
     if policies:
         topics["policies"] = [(manifest.version * STEP_MS, manifest) for manifest in policies]

@@ -16,6 +16,7 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.replay_comparison import difference_from
+from rollstream.consumers.learner.records.served_metrics import serve
 from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
@@ -243,6 +244,7 @@ class StepRecorder(Closing):
         if staged is not None:
             self._publisher.committed(staged)
         if not again:
+            serve(record)
             step_recorded(self._run, record, began_ns)
         event(
             logger,

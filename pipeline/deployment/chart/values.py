@@ -13,11 +13,21 @@ from rollstream.pipeline.deployment.chart.context import TOOLS, RunChart, values
 from rollstream.pipeline.deployment.chart.pods import has_secrets
 from rollstream.pipeline.deployment.chart.workloads import SCALED, keeps_files
 from rollstream.pipeline.deployment.container_settings import HOME
-from rollstream.pipeline.deployment.description import ARCHIVE, ENV, FILL, GROUP, INFER, LEARN, PRUNE, SERVE_WEIGHTS
+from rollstream.pipeline.deployment.description import (
+    ARCHIVE,
+    ENV,
+    FILL,
+    GROUP,
+    INFER,
+    LEARN,
+    PRUNE,
+    SERVE_WEIGHTS,
+    SINK,
+)
 from rollstream.pipeline.deployment.scaling import bounds
 
 Values = dict[str, Any]
-_SIZES = {LEARN: "100Gi", FILL: "100Gi", ARCHIVE: "500Gi", SERVE_WEIGHTS: "100Gi"}
+_SIZES = {LEARN: "100Gi", FILL: "100Gi", ARCHIVE: "500Gi", SERVE_WEIGHTS: "100Gi", SINK: "10Gi"}
 _MEMORY = {LEARN: "16Gi", INFER: "8Gi", GROUP: "2Gi"}
 _CPU = {LEARN: "4", INFER: "2"}
 _SCHEDULE = "17 3 * * *"

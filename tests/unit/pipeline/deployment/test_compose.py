@@ -25,9 +25,7 @@ from tests.support.run_files import MUCH
 DIRECTORIES = (
     "learner.checkpoint.directory",
     "learner.compile_cache",
-    "learner.sinks.jsonl",
-    "learner.sinks.tensorboard",
-    "learner.sinks.wandb",
+    "tracker.directory",
     "fill.directory",
     "serving.directory",
     "learner.weights.url",

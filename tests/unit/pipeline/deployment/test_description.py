@@ -39,6 +39,7 @@ MOST: Mapping[str, str] = {
     "evaluation.every_versions": "50",
     "collect.processes": "2",
     "fill.directory": "windows",
+    "tracker.to": "trackio",
 }
 """Each setting that counts a role, with a value other than the default."""
 LABELED = ["labeling.labeler=judge", "environments.0.use=add", "environments.0.rewards=labeler"]
@@ -56,7 +57,7 @@ def test_a_role_is_a_command_that_takes_the_flags_it_is_started_with(role: RoleD
 def test_every_command_of_a_role_is_described_and_nothing_else() -> None:
     modules = {path.stem for path in (ROOT / "pipeline" / "roles").glob("*.py")} - {"__init__", "jax_runtime"}
     commands = {name for name, (module, _summary) in GROUPS["role"].items() if module.removeprefix("roles.") in modules}
-    assert {role.name for role in ROLES if not role.is_tool} == commands
+    assert {role.name for role in ROLES if role.command[0] == "role"} == commands
     assert len({role.name for role in ROLES}) == len(ROLES)
 
 
@@ -140,7 +141,7 @@ def test_names_on_kafka_are_those_of_the_run_and_the_process() -> None:
 
 
 def test_a_role_that_is_none_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigurationError, match="no role is named 'grouper'; roles are learn, infer"):
+    with pytest.raises(ConfigurationError, match="no role is named 'grouper'; roles are sink, learn, infer"):
         role_of("grouper")
 
 

@@ -77,6 +77,16 @@ def test_a_vllm_that_a_run_starts_alone_answers_its_workers_and_is_kept_on_the_n
     assert plans.plan(plans.settle(load()), Path("run.toml")).of("engine") == ()
 
 
+def test_a_run_with_a_tracker_has_one_sink_which_stops_last_and_without_which_the_run_goes_on() -> None:
+    assert plans.plan(load(), Path("run.toml")).of("sink") == ()
+    roles = plans.plan(load(flags=["tracker.to=jsonl"]), Path("run.toml"))
+    (spec,) = roles.of("sink")
+    assert "--follow" in spec.arguments
+    assert spec.expendable
+    # Roles stop in the reverse order of their start.
+    assert roles.consumers[0] == spec
+
+
 def test_a_role_is_given_the_secrets_that_it_uses_and_no_others() -> None:
     keys = {
         "grouper.signing_key": "GROUPING",

@@ -12,7 +12,7 @@ import pytest
 from tests.support.archived_run import archive_run
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
-from tests.unit.consumers.learner.records.test_metric_sinks import scalars
+from tests.unit.consumers.trackers.test_trackers import scalars
 
 OWN = '''
 """A tracker of a user: one JSON line for each step. It dies in the step that the options name, once."""
@@ -73,7 +73,7 @@ def test_a_tracker_of_ones_own_holds_each_step_once_although_the_command_was_kil
 def test_trackio_has_figures_and_traces_and_is_continued(tmp_path: Path) -> None:
     for steps in (2, 4, 4):
         archive_run(tmp_path / "archive", steps)
-        done = sink(tmp_path, tmp_path / "archive", "--json")
+        done = sink(tmp_path, tmp_path / "archive", "--to", "trackio", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["newest_step"] == steps - 1
     [database] = tmp_path.glob(".rollstream/trackers/trackio/**/rollstream.db")
@@ -114,6 +114,9 @@ def test_weights_and_biases_is_filled_from_the_log_and_its_run_continued(tmp_pat
 def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
     archive_run(tmp_path / "archive", 1)
     words = ("sink", "--archive", "archive", "--run", "main")
+    unnamed = answer_of(tmp_path, *words)
+    assert (unnamed.returncode, unnamed.stderr.count("\n")) == (2, 1)
+    assert "set tracker.to or give --to" in unnamed.stderr
     nobody = answer_of(tmp_path, *words, "--learner", "nobody")
     assert (nobody.returncode, nobody.stderr.count("\n")) == (2, 1)
     assert "learners with steps: default" in nobody.stderr

@@ -14,7 +14,6 @@ def test_settings_are_told_one_by_one() -> None:
         seed=3,
         model=replace(config.model, tie_word_embeddings=not config.model.tie_word_embeddings),
         name="b",
-        sinks=replace(config.sinks, jsonl="x"),
     )
     then, now = fingerprint(config), {**fingerprint(other), "jax": "9.9"}
     assert differences(then, then) == {}
