@@ -20,9 +20,9 @@ import msgspec
 from rollstream.consumers.batch_reader import check_within_index, first_offset
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepTotals
+from rollstream.consumers.learner.input.replay_source import ReplaySource
 from rollstream.consumers.learner.input.row_checks import nothing_to_train_on
-from rollstream.consumers.learner.input.source_registry import open_source
-from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader, StepSource
+from rollstream.consumers.learner.input.step_loader import BatchSource, LoadedStep, StepLoader, StepSource
 from rollstream.consumers.learner.parallel.team import Alone, Team, raising_team_lost
 from rollstream.consumers.learner.pretrained import published_dtype, resolved
 from rollstream.consumers.learner.records.checkpoint_paths import first_needed
@@ -182,17 +182,7 @@ class _Learner:
         """Train until the last step or until `stop`; a checkpoint is complete when this returns."""
         step = int(self._state.step)
         wanted = self._wanted()
-        source = open_source(
-            self._config,
-            self._kafka,
-            self._run,
-            step,
-            self._position.position,
-            self._team.process,
-            self._recorder,
-            lambda: wanted().drained,
-        )
-        self._stack.callback(source.close)
+        source = self._open_source(step, lambda: wanted().drained)
         place, last = self._train_step.place, self._config.max_steps
         loader = self._stack.enter_context(
             StepLoader(source, self._team, step + 1, last, stop, place, lambda: wanted().last_step)
@@ -210,6 +200,18 @@ class _Learner:
         self._checkpoints.wait()
         event(logger, "learner_finished", learner=self._config.name, step=step, stopped=stop.is_set())
         return step
+
+    def _open_source(self, step: int, drained: Callable[[], bool]) -> StepSource:
+        """Open the source as it was after `step` steps; `drained` tells whether grouping delivers nothing more."""
+        config, kafka, run = self._config, self._kafka, self._run
+        position, process, recorder = self._position.position, self._team.process, self._recorder
+        source: StepSource
+        if config.source == "rollout_buffer":
+            source = ReplaySource(config, kafka, run, step, position, process, recorder, drained)
+        else:
+            source = BatchSource(config, kafka, run, position, process, recorder, drained)
+        self._stack.callback(source.close)
+        return source
 
     def _wanted(self) -> Callable[[], DesiredState]:
         """Return a function that returns the state operators want; outside the lead it returns the default state."""

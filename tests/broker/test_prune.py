@@ -92,7 +92,7 @@ def checkpoint(run: RealRun, learner: str, position: int) -> Path:
     directory = run.directory / "checkpoints"
     path = directory / run.name / learner / "1" / "meta" / "metadata"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"position": position}))
+    path.write_text(json.dumps({"position": position, "oldest": -1}))
     return directory
 
 

@@ -86,6 +86,6 @@ def first_needed(directory: Path) -> int | None:
             meta = json.loads((directory / str(step) / META).read_text())
         except FileNotFoundError:
             continue
-        oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
+        oldest = int(meta["oldest"])  # oldest offset in a rollout buffer
         offsets.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(offsets, default=None)

@@ -182,7 +182,7 @@ class Checkpoints:
             state=TrainState(**saved["state"]),
             position=LearnerPosition(
                 position=meta["position"],
-                oldest=meta.get("oldest", -1),  # Releases without rollout buffers did not save it.
+                oldest=meta["oldest"],
                 trained_total=meta["trained_total"],
                 skipped_total=meta["skipped_total"],
                 recent_steps=tuple(decode_as(LearnerStep, base64.b64decode(record)) for record in meta["recent_steps"]),

@@ -78,7 +78,7 @@ def _without_steps(meta: Path, changed: Mapping[str, int]) -> str:
 def places_in(source: Path, step: int) -> dict[str, int]:
     """The places in the index that a checkpoint names: `position`, and `oldest` if batches may be read again."""
     meta = json.loads((source / str(step) / META).read_text())
-    return {name: int(meta[name]) for name in ("position", "oldest") if meta.get(name, -1) >= 0}
+    return {name: int(meta[name]) for name in ("position", "oldest") if meta[name] >= 0}
 
 
 def _copy_reference(source: Path, target: Path) -> None:

@@ -29,7 +29,6 @@ from rollstream.consumers.learner.input.packing import (
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.parallel.gathering import gathering_of, of_rows, over_devices
 from rollstream.consumers.learner.pretrained import initial_params
-from rollstream.consumers.learner.training.gradients import Gradient
 from rollstream.consumers.learner.training.loss import (
     SUPERVISED_METRICS,
     Arrays,
@@ -91,6 +90,26 @@ class PlacedUpdate(NamedTuple):
     """Denominators of sums over the update."""
     empty: bool
     """Whether the update has no trained token."""
+
+
+class Gradient(NamedTuple):
+    """Jitted functions that sum gradients and metrics over microbatches."""
+
+    zeros: Any
+    """Initial sums, so that the first microbatch is computed like every other."""
+    add: Any
+    """Adds one microbatch to the sums so far, whose buffers it reuses."""
+
+    def __call__(
+        self,
+        params: Params,
+        microbatches: Sequence[dict[str, jax.Array]],
+        denominators: dict[str, np.float32],
+    ) -> tuple[Params, Metric]:
+        sums: tuple[Params, Metric] = self.zeros(params)
+        for batch in microbatches:
+            sums = self.add(params, sums, batch, denominators)
+        return sums
 
 
 @dataclass(frozen=True)

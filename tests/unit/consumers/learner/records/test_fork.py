@@ -14,7 +14,10 @@ from rollstream.topics.errors import ConfigurationError, StateRefused
 
 def checkpoint(directory: Path, step: int) -> None:
     """Write the part of a checkpoint that matters here, as orbax lays it out."""
-    for name, content in (("meta/metadata", {"position": 10 * step, "recent_steps": ["x"]}), ("state/a", step)):
+    for name, content in (
+        ("meta/metadata", {"position": 10 * step, "oldest": -1, "recent_steps": ["x"]}),
+        ("state/a", step),
+    ):
         path = directory / str(step) / name
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(content))
@@ -38,7 +41,11 @@ def test_a_checkpoint_is_copied_without_its_steps(source: Path, tmp_path: Path) 
     assert checkpoint_steps(source) == [3, 12]
     copy_checkpoint(source, 12, target)
     assert checkpoint_steps(target) == [12]
-    assert json.loads((target / "12" / "meta" / "metadata").read_text()) == {"position": 120, "recent_steps": []}
+    assert json.loads((target / "12" / "meta" / "metadata").read_text()) == {
+        "position": 120,
+        "oldest": -1,
+        "recent_steps": [],
+    }
     assert (target / "12" / "state" / "a").read_text() == "12"
     assert json.loads((source / "12" / "meta" / "metadata").read_text())["recent_steps"] == ["x"]
     assert sorted(path.name for path in target.parent.iterdir()) == ["main", "main.reference"]
