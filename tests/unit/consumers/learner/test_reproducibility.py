@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from rollstream.consumers.learner import reproducibility
-from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.reproducibility import (
     fingerprint,
     prepare_environment,
@@ -58,12 +58,6 @@ def test_the_tolerance_is_zero_on_cpus_unless_it_is_set_and_no_part_of_the_finge
     set_by_user = replace(config, replay_tolerance=0.01)
     assert replay_tolerance(set_by_user) == 0.01
     assert fingerprint(set_by_user) == fingerprint(config)
-
-
-def test_checkpoints_of_releases_without_an_axis_for_tokens_name_the_same_mesh() -> None:
-    config = LearnerConfig(mesh=MeshConfig(fsdp=2))
-    assert fingerprint(config)["mesh"] == "MeshConfig(data=0, fsdp=2, tensor=1)"
-    assert fingerprint(replace(config, mesh=MeshConfig(fsdp=2, sequence=2)))["mesh"] != fingerprint(config)["mesh"]
 
 
 def test_the_fingerprint_names_a_precision_of_matrix_products_that_a_user_sets() -> None:
