@@ -189,8 +189,7 @@ def batch_moments(batch: TrainingBatch, rows: Iterable[int]) -> dict[str, Rollou
 def with_skipped(selected: Mapping[str, Selection], skipped: Mapping[str, RolloutMoments]) -> dict[str, Selection]:
     """Return the selections with the rollouts that learners skipped, by environment, as lost instead of batched.
 
-    An environment stays unchanged if the journal, begun by an earlier release, measured fewer rollouts than learners
-    skipped.
+    An environment stays unchanged if the journals measured fewer rollouts than learners skipped.
     """
     return {
         environment: replace(selection, batched=selection.batched - moved, lost=selection.lost + moved)

@@ -225,7 +225,7 @@ def selection_text(selections: Mapping[str, Any]) -> str:
             kind = selection[name]
             unknown = "unknown" if kind["rollouts"] else ""
             means = (unknown if kind[f"mean_{f}"] is None else f"{kind[f'mean_{f}']:.4g}" for f in MEASURES)
-            # Journals of earlier releases lack these sums, so the means cover only rollouts counted by later releases.
+            # The means do not cover invalid rollouts.
             measured = kind["measured"] if kind["measured"] < kind["rollouts"] else "all"
             label = environment if name == "produced" else f"  {name.replace('_', ' ')}"
             rows.append((label, kind["rollouts"], measured if kind["rollouts"] else "", *means))

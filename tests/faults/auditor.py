@@ -50,9 +50,7 @@ class _Journal:
     in_flight: set[int] = field(default_factory=set)
     batch_ids: list[str] = field(default_factory=list)
     counts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    """The newest entry of each environment and fate. From core version 3 on a record has those that changed."""
-    sums: bool = False
-    """Whether lengths and rewards were summed up from the first record on."""
+    """The newest entry of each environment and fate. A record has those that changed."""
 
 
 def judge(evidence: Evidence) -> Audit:
@@ -158,9 +156,7 @@ def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
                 f"{journal.position} was due",
             )
         journal.position = record["position"]
-        # Before version 2 of its schema a transaction had one record, and no sums.
-        part, part_count = record.fields.get("part", 0), record.fields.get("parts", 1)
-        journal.sums = "part" in record.fields and (journal.sums or sequence == 0)
+        part, part_count = record["part"], record["parts"]
         if part != len(parts) or {one["position"] for one in parts} - {record["position"]}:
             result.found(
                 "exactly once",
@@ -353,13 +349,13 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
         sums[:] = [a + b for a, b in zip(sums, [1, len(record["tokens"]), *measured], strict=True)]
     names = ("rollouts", "tokens", "sampled_tokens", "sampled_tokens_squared", "reward", "reward_squared")
     given = {
-        key: [float(count.get(name, 0)) for name in names]
+        key: [float(count[name]) for name in names]
         for key, count in journal.counts.items()
         if key[1] == "batched" or key[1].startswith("dropped:")
     }
     for key in sorted(true.keys() | given.keys()):
         there, due = (counts.get(key, [0.0] * 6) for counts in (given, true))
-        if not np.allclose(there[: None if journal.sums else 2], due[: None if journal.sums else 2], rtol=1e-9):
+        if not np.allclose(there, due, rtol=1e-9):
             sums_of = dict(zip(names, zip(there, due, strict=True), strict=True))
             result.found("conservation", f"journal[{number}] counts of {key} (there, due): {sums_of}")
 

@@ -46,7 +46,7 @@ class _Group:
     members: dict[str, int] = field(default_factory=dict)
     """Offset by uid."""
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards of the branches that came, by unit: episodes, or before core version 2 each branch by itself."""
+    """Rewards of the branches that came, by episode."""
     branches: dict[str, set[int]] = field(default_factory=dict)
     """Numbers of the branches that came, by episode."""
     complete: int = 0

@@ -2,17 +2,22 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.process.restoration import Restoration
 from rollstream.consumers.grouping.testing import GroupingTestDriver
+from rollstream.pipeline.audit import refold
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Mark
 from tests.support.pairs import pair, reasons
 
@@ -66,3 +71,18 @@ def test_a_state_under_a_configuration_of_newer_code_is_refused_with_the_remedy(
 def test_a_core_version_this_release_does_not_know_cannot_be_configured() -> None:
     with pytest.raises(ConfigurationError, match="knows versions up to"):
         GroupingConfig(core_version=CORE_VERSION + 1)
+
+
+def test_a_journal_that_a_newer_core_wrote_is_refused_by_name_when_it_is_restored_or_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    newer = replace(task_state.initial_record(0, 1, "id", GroupingConfig()), core_version=CORE_VERSION + 1)
+    added = task_state.JournalAccumulator()
+    added.add(newer)
+    kafka, skipped, no_reader = KafkaConfig(), SkippedRecords(logged=False), cast(Reader, None)
+    restoration = Restoration(kafka, "main", 0, 1, "id", GrouperConfig(), skipped, no_reader)
+    with pytest.raises(StateRefused, match=f"core version {CORE_VERSION + 1}, but this release has .*; upgrade"):
+        restoration._check(added.state(), added)
+    monkeypatch.setattr(refold, "read_journal", lambda *_: [(0, newer)])
+    with pytest.raises(StateRefused, match=f"run main was cut by core version {CORE_VERSION + 1}.*release that cut"):
+        refold.journal_of(kafka, "main", 0, skipped)
