@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0, generate_latest
 
-from rollstream.topics.metric_catalogue import LATENCIES_S, MetricSpec, of_role
-from rollstream.topics.metric_values import Distribution, MetricValues
+from rollstream.topics.metric_catalogue import MetricSpec, of_role
+from rollstream.topics.metric_values import MetricValues
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
 
@@ -45,23 +45,19 @@ class Exposition:
         """Yield a family for each histogram and each other metric that has a value, for prometheus_client."""
         for spec in self._specs:
             if spec.kind == "histogram":
-                yield self._histogram(spec, self._values.distribution_of(spec))
+                yield from map(self._labeled, self._values.histogram_of(spec.name).collect())
             elif values := self._values.values_of(spec):
                 yield self._numbers(spec, values)
-        for family in self._process.collect() if self._process else ():
-            family.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in family.samples]
-            yield family
+        yield from map(self._labeled, self._process.collect() if self._process else ())
+
+    def _labeled(self, family: Metric) -> Metric:
+        samples = (sample for sample in family.samples if not sample.name.endswith("_created"))
+        family.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in samples]
+        return family
 
     def _numbers(self, spec: MetricSpec, values: Mapping[tuple[str, ...], float]) -> Metric:
         kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
         family = kind(spec.name, spec.help, labels=(*self._labels, *spec.labels))
         for labels, value in sorted(values.items()):
             family.add_metric((*self._labels.values(), *labels), value)
-        return family
-
-    def _histogram(self, spec: MetricSpec, seen: Distribution) -> Metric:
-        family = HistogramMetricFamily(spec.name, spec.help, labels=tuple(self._labels))
-        bounds = [*(str(bound) for bound in LATENCIES_S), "+Inf"]
-        below = [sum(seen.counts[: place + 1]) for place in range(len(bounds))]
-        family.add_metric(tuple(self._labels.values()), list(zip(bounds, below, strict=True)), seen.total)
         return family

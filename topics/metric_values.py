@@ -4,14 +4,14 @@ There is one object per process, as with logs. The metrics that a component writ
 too, under the names of the catalogue. Any thread may write; nothing here raises or waits.
 """
 
-import bisect
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+
+from prometheus_client import Histogram
 
 from rollstream.topics.logs import event
 from rollstream.topics.metric_catalogue import (
@@ -27,14 +27,6 @@ from rollstream.topics.metric_catalogue import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Distribution:
-    """Counts of a histogram's buckets, the last of which is above all bounds, and the sum of the observed values."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_S) + 1))
-    total: float = 0.0
-
-
 class MetricValues:
     """Values of metrics by name and labels."""
 
@@ -43,7 +35,7 @@ class MetricValues:
         self._clock = clock
         self._lock = threading.Lock()
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
-        self._distributions: dict[str, Distribution] = {}
+        self._histograms: dict[str, Histogram] = {}
         self._sources: dict[tuple[str, str], float] = {}
         self.uncatalogued: set[str] = set()
         """Recorded names that the catalogue lacks."""
@@ -81,11 +73,9 @@ class MetricValues:
 
     def observe(self, name: str, values: Iterable[float]) -> None:
         """Add values to a histogram."""
-        with self._lock:
-            distribution = self._distributions.setdefault(name, Distribution())
-            for value in values:
-                distribution.counts[bisect.bisect_left(LATENCIES_S, value)] += 1
-                distribution.total += value
+        histogram = self.histogram_of(name)
+        for value in values:
+            histogram.observe(value)
 
     def keep(self, role: str, label: str, names: Collection[str]) -> None:
         """Keep only the values of a role whose label is in `names`, for example its present partitions."""
@@ -101,11 +91,13 @@ class MetricValues:
         with self._lock:
             return dict(self._values.get(spec.name, {}))
 
-    def distribution_of(self, spec: MetricSpec) -> Distribution:
-        """Return a copy of the distribution of a histogram."""
+    def histogram_of(self, name: str) -> Histogram:
+        """Return the histogram of that name, empty before its first value."""
         with self._lock:
-            seen = self._distributions.get(spec.name, Distribution())
-            return Distribution(list(seen.counts), seen.total)
+            if name not in self._histograms:
+                [spec] = (spec for spec in CATALOGUE_OF_METRICS if spec.name == name)
+                self._histograms[name] = Histogram(name, spec.help, buckets=LATENCIES_S, registry=None)
+            return self._histograms[name]
 
     def _forget(self, role: str, subject: Mapping[str, str]) -> None:
         """Drop the values that earlier records about a subject had."""
