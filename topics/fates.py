@@ -33,7 +33,6 @@ DropReason = Literal[
     "too_large",
     "wrong_partition",
     "invalid",
-    "skipped",
 ]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 """Reasons of rollstream itself; batch makers may add their own."""

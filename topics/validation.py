@@ -168,7 +168,7 @@ def decode_journal(value: bytes | None) -> JournalRecord:
     """Decode a record of `journal`. Raises RecordError for any other value, and for a record with offsets that no task
     can have read, because readers of such a record would count or hold offsets without limit."""
     record = decode_as(JournalRecord, value)
-    ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered", "hopped")}
+    ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered")}
     for name, pairs in (*ranges.items(), *(("finished", finished.runs) for finished in record.finished)):
         if problem := _ranges_problem(pairs):
             raise RecordError(f"a JournalRecord whose {name} {problem}")

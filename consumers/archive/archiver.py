@@ -6,14 +6,13 @@ that the archived journal and steps name.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
 from rollstream.consumers.files.stores import Store
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
@@ -22,7 +21,6 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -74,20 +72,9 @@ class _TopicReader:
         self.position = writer.begin(topic, topic_id, begins)
         """First offset that has not been read yet, by partition."""
 
-    def read(self, take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]) -> None:
-        """Call `take` with every record up to the present end of the topic.
-
-        The offsets in `left_out`, by partition, are not fetched; the archive has gaps there.
-        """
+    def read(self, take: Callable[[KafkaRecord], None]) -> None:
+        """Call `take` with every record up to the present end of the topic."""
         ends = {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
-        around = {p for p, offsets in left_out.items() if any(offset >= self.position[p] for offset in offsets)}
-        for p in sorted(around):
-            at = self.position[p]
-            for record in records_between(self._kafka, self._name, p, at, ends[p], left_out[p], wait=False):
-                if record is not None:
-                    self.position[p] = record.offset + 1
-                    take(record)
-            self.position[p] = max(self.position[p], ends[p])
         behind = {(self._name, p): self.position[p] for p, end in ends.items() if self.position[p] < end}
         if not behind:
             return
@@ -178,9 +165,7 @@ class Archiver(Closing):
                     self.writer.start(self._positions())
                     self._commit_positions()
 
-            rollouts = source.topic == "rollouts"
-            # Records that grouping may still read are archived, even if grouping was told to leave them out.
-            source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
+            source.read(take)
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
             self._commit_positions()

@@ -13,7 +13,7 @@ import numpy as np
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.effects import DeadLetter, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.effects import DeadLetter, InputRecord
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import PlugIns, checked
@@ -69,7 +69,7 @@ class GroupingTestDriver:
         first = replace(first, policy_version=policy_version, watermark_policy_version=policy_version)
         own = {name: checked(name, estimator) for name, estimator in (estimators or {}).items()}
         self._plug_ins = PlugIns({**MAKERS, **(makers or {})}, {**ESTIMATORS, **own})
-        self._skips: dict[int, OffsetSkip] = {}
+        self._skips: dict[int, str] = {}
         self._log: list[InputRecord] = []
         self._journal = [first]
         self._batches: list[TrainingBatch] = []
@@ -112,8 +112,8 @@ class GroupingTestDriver:
         self.pipe(Mark(kind="drain"))
 
     def skip(self, offset: int, reason: str) -> None:
-        """Leave out a record unread, unless it was already read."""
-        self._skips[offset] = OffsetSkip(reason)
+        """Make a record a dead letter without decoding it, unless it was already read."""
+        self._skips[offset] = reason
 
     def configure(self, config: GroupingConfig) -> None:
         """Put a configuration in force, with a generation above the current one."""
@@ -169,7 +169,7 @@ class GroupingTestDriver:
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
-        """Committed dead letters: records that could not be decoded."""
+        """Committed dead letters: records that could not be decoded, or were skipped."""
         self._commit_changes()
         return list(self._dead_letters)
 

@@ -24,11 +24,10 @@ IN_FLIGHT = "in_flight"
 PLACES = (IN_FLIGHT, *FATES)
 CODES = (1 << 20) - 1
 """Bits of a value with the code of the fate: the fate's index in the journal's list of places plus one; 0 for none."""
-SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
+SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE = (1 << bit for bit in range(20, 26))
 """Facts about an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
-batched after the first snapshot, it was batched before that snapshot, which still lists it as unfinished, it was
-skipped without being fetched."""
-_OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE | HOPPED
+batched after the first snapshot, it was batched before that snapshot, which still lists it as unfinished."""
+_OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE
 _MOST_NAMED = 20
 _IN_FLIGHT_CODE = PLACES.index(IN_FLIGHT) + 1
 _DROPPED_CODE = PLACES.index(DROPPED) + 1
@@ -141,7 +140,6 @@ class PartitionJournal:
         self.topic_id = record.topic_id
         self._sums.add(record)
         self.configurations.read(record)
-        self._mark(record.hopped, HOPPED)
         if record.leader_epoch >= 0:
             self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
@@ -176,12 +174,12 @@ class PartitionJournal:
         self._mark(record.delivered, DELIVERED, unless=DELIVERED_BEFORE if record.snapshot else 0)
         self.batch_ids += record.batch_ids
 
-    def _mark(self, ranges: Int64 | tuple[int, ...], bits: int, unless: int = 0) -> None:
+    def _mark(self, ranges: Int64, bits: int, unless: int = 0) -> None:
         for first, stop in _pairs(ranges):
             for _first, values in self.table.writable(first, stop):
                 values[(values & np.uint32(unless)) == 0] |= np.uint32(bits)
 
-    def _set(self, ranges: Int64 | tuple[int, ...], fate: str) -> None:
+    def _set(self, ranges: Int64, fate: str) -> None:
         for first, stop in _pairs(ranges):
             for offset in range(first, min(stop, self._origin, first + _MOST_NAMED)):
                 self.problem(
@@ -245,11 +243,6 @@ class PartitionJournal:
         wanted = [code for code, name in enumerate(names, 1) if name[0] == fate and reason in (None, name[1])]
         return runs.where(np.isin(codes(runs.values), wanted))
 
-    def hopped_from(self, first: int) -> set[int]:
-        """Return the offsets from `first` on that were skipped without being fetched."""
-        runs = self.table.runs()
-        return set(runs.where(runs.values & HOPPED != 0).clipped(first, 1 << 62).offsets())
-
     @property
     def counts(self) -> tuple[FateCount, ...]:
         """Number of records with a fate, by environment and fate, since the start of the run."""
@@ -293,7 +286,7 @@ class PartitionJournal:
             yield offset, self.fate_of(value)
 
 
-def _pairs(ranges: Int64 | tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _pairs(ranges: Int64) -> Iterator[tuple[int, int]]:
     """Yield the first offset and the stop of each (first, count) pair."""
     for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist():
         yield first, first + count

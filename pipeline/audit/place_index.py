@@ -13,12 +13,11 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollstream.consumers.grouping.process.bootstrap import journal_record
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
 from rollstream.pipeline.progress_bar import ProgressCallback
@@ -29,9 +28,9 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around, records_at
 from rollstream.topics.records import BatchIndexEntry, FinishedOffsets, LearnerStep, PolicyManifest
 from rollstream.topics.validation import entry_problems
 
@@ -49,9 +48,6 @@ create table positions (
 ) without rowid;
 create table rollouts (
     uid integer, partition integer, offset integer, primary key (uid, partition, offset)
-) without rowid;
-create table left_out (
-    partition integer, offset integer, primary key (partition, offset)
 ) without rowid;
 create table finished (
     partition integer, first integer, last integer not null, journal integer not null, primary key (partition, first)
@@ -158,44 +154,14 @@ class PlaceIndex(Closing):
         done = 0
         for name, bounds in starts.items():
             new = {partition: start for partition, (start, end) in bounds.items() if start < end}
-            left_out = self._left_out(new) if name == "rollouts" else {}
             if not new:
                 continue
-            around = {partition: left_out.get(partition, set()) for partition in new}
-            messages = records_around(self._kafka, topic_name(self.run, name), around, new)
+            messages = read_to_end(self._kafka, topic_name(self.run, name), partitions=new, start=new)
             for portion in portions(messages, self._commit_records):
                 self._write(name, portion)
                 done += len(portion)
                 show(done, total)
         return done
-
-    def _left_out(self, new: Mapping[int, int]) -> Mapping[int, set[int]]:
-        """Return, by partition, the offsets of `rollouts` that must not be fetched, and note those from `new` on.
-
-        A task reads requests to skip only when it starts, so grouping may read an offset nevertheless. Such offsets
-        that were left out before are read now.
-        """
-        noted: list[tuple[int, int]] = self.db.execute("select partition, offset from left_out").fetchall()
-        if not (new or noted):
-            return {}
-        left_out = never_fetched(self._kafka, self.run)
-        read: dict[int, set[int]] = {}
-        for partition, offset in noted:
-            if offset not in left_out.get(partition, ()):
-                read.setdefault(partition, set()).add(offset)
-        for partition, offsets in read.items():
-            topic, around = topic_name(self.run, "rollouts"), left_out.get(partition, ())
-            messages = records_at(self._kafka, topic, partition, offsets, around)
-            for portion in portions(messages, self._commit_records):
-                with self._transaction():
-                    self._rollouts(portion)
-        reached = dict(self.db.execute("select partition, position from journals"))
-        decided = [(p, offset) for p, offset in noted if offset in read.get(p, ()) or offset < reached.get(p, 0)]
-        coming = [(p, offset) for p, start in new.items() for offset in left_out.get(p, ()) if offset >= start]
-        with self._transaction():
-            self.db.executemany("delete from left_out where partition = ? and offset = ?", decided)
-            self.db.executemany("insert or ignore into left_out values (?, ?)", coming)
-        return left_out
 
     def _starts(self, name: str) -> dict[int, tuple[int, int]]:
         """Return where to continue reading each partition, and where it ends; forget partitions that lost records."""
@@ -216,7 +182,6 @@ class PlaceIndex(Closing):
             self.db.execute("delete from skipped where topic = ? and partition = ?", (name, partition))
             if name == "rollouts":
                 self.db.execute("delete from rollouts where partition = ?", (partition,))
-                self.db.execute("delete from left_out where partition = ?", (partition,))
             elif name == "journal":
                 self.db.execute("delete from finished where partition = ?", (partition,))
                 self.db.execute("delete from journals where partition = ?", (partition,))

@@ -10,12 +10,11 @@ from types import MappingProxyType
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import Change, mark_outcome
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.process.restoration import records_of
-from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
@@ -23,10 +22,9 @@ from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import records_between
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_between
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, Mark
 
 _TAKE_EVERY = 200
@@ -103,12 +101,11 @@ def configurations(
     first, last = journal[0], journal[-1]
     texts = {record.watermark_generation: record.watermark_configuration for record in journal}
     configs = {generation: GroupingConfig.from_json(text) for generation, text in texts.items()}
-    current, position, left_out = configs[first.watermark_generation], first.watermark, skips_in(journal)
+    current, position, skips = configs[first.watermark_generation], first.watermark, skips_in(journal)
     for record in journal:
         if record.generation > current.generation and position < record.position:
-            hopped = {offset for offset, skip in left_out.items() if not skip.timed}
-            for read, mark in _marks(kafka, run, record.partition, position, record.position, hopped):
-                if read.offset in left_out:
+            for read, mark in _marks(kafka, run, record.partition, position, record.position):
+                if read.offset in skips:
                     continue
                 judged = mark_outcome(read, mark, record.partition, current, record.policy_version, plug_ins)
                 current = current if judged.config is None else judged.config
@@ -122,11 +119,9 @@ def configurations(
     return dict(sorted(configs.items()))
 
 
-def _marks(
-    kafka: KafkaConfig, run: str, partition: int, begin: int, end: int, hopped: set[int]
-) -> Iterator[tuple[InputRecord, Mark]]:
+def _marks(kafka: KafkaConfig, run: str, partition: int, begin: int, end: int) -> Iterator[tuple[InputRecord, Mark]]:
     """Yield the marks of a partition between two offsets, each with its record."""
-    for message in fetched(kafka, run, partition, begin, end, hopped):
+    for message in _fetched(kafka, run, partition, begin, end):
         value = message.value
         if codec.kind_of(value) == "Mark":
             try:
@@ -135,18 +130,10 @@ def _marks(
                 continue
 
 
-def fetched(
-    kafka: KafkaConfig, run: str, partition: int, begin: int, stop: int, hopped: Iterable[int]
-) -> Iterator[KafkaRecord]:
-    """Yield the records of a partition of `rollouts` from `begin` to `stop` - 1 that it still holds, except `hopped`.
-
-    Because a consumer reads ahead, records after `stop` that grouping was asked to skip are not fetched, either.
-    """
-    ahead = (offset for offset in asked_for(kafka, run, partition) if offset >= stop)
-    left_out = {*hopped, *ahead}
-    for message in records_between(kafka, topic_name(run, "rollouts"), partition, begin, stop, left_out, wait=False):
-        if message is not None:
-            yield message
+def _fetched(kafka: KafkaConfig, run: str, partition: int, begin: int, stop: int) -> Iterator[KafkaRecord]:
+    """Yield the records of a partition of `rollouts` from `begin` to `stop` - 1 that it still holds."""
+    messages = records_between(kafka, topic_name(run, "rollouts"), partition, begin, stop, wait=False)
+    return (message for message in messages if message is not None)
 
 
 def log_begins(kafka: KafkaConfig, run: str, topic: str) -> dict[int, int]:
@@ -161,15 +148,15 @@ def refold(
     stop: int,
     plug_ins: PlugIns,
     change: Change | None = None,
-    skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+    skips: Mapping[int, str] = MappingProxyType({}),
     *,
     rewards: Mapping[int, float] = MappingProxyType({}),
     drain: bool = False,
 ) -> Iterator[Effects]:
     """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
 
-    The journal record of the last piece is a snapshot. `journal` ends with a complete snapshot. `skips` are the offsets
-    skipped unread after it, as `skips_in` returns them for the records after `journal`. `change` alters every
+    The journal record of the last piece is a snapshot. `journal` ends with a complete snapshot. `skips` are the records
+    skipped after it, as `skips_in` returns them for the records after `journal`. `change` alters every
     configuration of the log, and `rewards` replaces the rewards of rollouts by offset; both require that `journal`
     holds nothing in flight. `drain` cuts sealed groups into batches at the end.
     Raises StateRefused if the log and the journal do not belong together.
@@ -178,9 +165,8 @@ def refold(
     if change is not None:
         changed = change(GroupingConfig.from_json(restored.watermark_configuration))
         restored = replace(restored, watermark_configuration=changed.to_json())
-    hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
     # No records follow the end of the partition, even if `stop` is beyond it.
-    messages = fetched(kafka, run, restored.partition, restored.watermark, stop, hopped)
+    messages = _fetched(kafka, run, restored.partition, restored.watermark, stop)
     records = map(records_of, messages)
     yield from fold_again(restored, records, stop, plug_ins, change, skips, rewards=rewards, drain=drain)
 
@@ -191,7 +177,7 @@ def fold_again(
     stop: int,
     plug_ins: PlugIns,
     change: Change | None = None,
-    skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+    skips: Mapping[int, str] = MappingProxyType({}),
     *,
     rewards: Mapping[int, float] = MappingProxyType({}),
     drain: bool = False,
@@ -211,18 +197,11 @@ def fold_again(
             yield fold.prepare_commit()
     if fold.replaying:
         fold.resume()
-    fold.hop(stop)
     if drain:
         fold.drain()
     yield fold.prepare_commit(snapshot=True)
 
 
-def skips_in(journal: Iterable[JournalRecord]) -> dict[int, OffsetSkip]:
-    """Return the offsets that were skipped unread according to the journal, with the reasons."""
-    skips = {}
-    for record in journal:
-        hopped = set(from_ranges(record.hopped))
-        for drop in record.drops:
-            if drop.reason == "skipped":
-                skips[drop.offset] = OffsetSkip(drop.detail, timed=drop.offset not in hopped)
-    return skips
+def skips_in(journal: Iterable[JournalRecord]) -> dict[int, str]:
+    """Return the records that were skipped according to the journal; the reasons are in their dead letters only."""
+    return {offset: "by an operator" for record in journal for offset in record.skipped}

@@ -12,7 +12,6 @@ from contextlib import closing
 from itertools import islice
 from typing import NamedTuple
 
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.progress_bar import ProgressCallback
 from rollstream.pipeline.rescoring.rescoring import Rescoring
 from rollstream.producers.environment import Score
@@ -28,7 +27,6 @@ from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
@@ -69,7 +67,7 @@ def rescore(
     """
     clients.check_broker(kafka)
     topic = topic_name(run, "rollouts")
-    left_out, bounds = never_fetched(kafka, run), topic_admin.bounds(kafka, topic)
+    bounds = topic_admin.bounds(kafka, topic)
     ends = sum(end for _begin, end in bounds.values())
     scored = passed = 0
     try:
@@ -79,7 +77,7 @@ def rescore(
             for partition, (begin, end) in bounds.items():
                 start = max(begin, next_offset(kafka, run, rescoring.id, partition))
                 progress(passed + start, ends)
-                messages = records_around(kafka, topic, {partition: left_out.get(partition, set())}, {partition: start})
+                messages = read_to_end(kafka, topic, partitions=[partition], start=start)
                 for records in _scored(messages, rescoring, pool):
                     _write(producer, topic_name(run, "rescores"), records)
                     scored += len(records)

@@ -26,16 +26,16 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("recover", "adopt", "skip", "pause", "resume"),
         help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
-        "an archive; skip: leave out records without reading them; pause: stop reading a partition; "
+        "an archive; skip: make a record a dead letter without decoding it; pause: stop reading a partition; "
         "resume: read it again",
     )
     parser.add_argument(
         "place",
         nargs="?",
-        metavar="PARTITION[:OFFSET[-LAST]]",
-        help="records to skip, as the error names them; or the partition to pause or resume",
+        metavar="PARTITION[:OFFSET]",
+        help="record to skip, as the error names it; or the partition to pause or resume",
     )
-    parser.add_argument("--reason", default="", help="why; the reason of a skip is kept in the journal")
+    parser.add_argument("--reason", default="", help="why; the reason of a skip is kept in the dead letter")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -83,14 +83,12 @@ def _recover(config: RunConfig, restored: bool) -> int:
 
 
 def _skip(config: RunConfig, args: argparse.Namespace) -> int:
-    from rollstream.consumers.grouping.process.skipped_offsets import ask
+    from rollstream.consumers.grouping.process.skipped_offsets import request_skip
 
-    skip = ask(config.kafka, config.run, config.grouper, args.place or "", args.reason)
-    last = skip.offset + skip.count - 1
-    offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
+    skip = request_skip(config.kafka, config.run, config.grouper, args.place or "", args.reason)
     print(
-        f"{offsets} partition {skip.partition} will be dropped as skipped, without being read, when its grouping task "
-        f"starts again: start `rollstream role group` again"
+        f"offset {skip.offset} of partition {skip.partition} will be a dead letter, without being decoded, when its "
+        f"grouping task starts again: start `rollstream role group` again"
     )
     return 0
 

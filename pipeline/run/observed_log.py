@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
@@ -18,11 +17,6 @@ _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms"
 
 class ObservedLog(Protocol):
     """Records of the observed topics of a run, by the full names of the topics."""
-
-    @property
-    def left_out(self) -> Mapping[int, set[int]]:
-        """Offsets of `rollouts` that are not fetched, by partition."""
-        ...
 
     @property
     def ends(self) -> Mapping[Place, int]:
@@ -55,7 +49,6 @@ class TopicLog(Closing):
         self._kafka, self._run = kafka, run
         there = topic_admin.topic_names(kafka)
         self._topics = [topic for name in OBSERVED if (topic := topic_name(run, name)) in there or name != "control"]
-        self.left_out: Mapping[int, set[int]] = {}
         self._follower: TopicFollower | None = None
         self._steps: dict[Place, int] = {}
         """Starts of the steps as long as they are not read."""
@@ -73,13 +66,10 @@ class TopicLog(Closing):
 
     def begin(self, starts: Mapping[Place, int]) -> None:
         """Read from these offsets on."""
-        self.left_out = never_fetched(self._kafka, self._run)
-        rollouts = topic_name(self._run, "rollouts")
-        left_out = {(rollouts, partition): offsets for partition, offsets in self.left_out.items()}
         self._steps = {place: at for place, at in starts.items() if place[0] == topic_name(self._run, "steps")}
         at_once = {place: at for place, at in starts.items() if place not in self._steps}
         # Latency does not matter here: prefer a few large fetches to one for each record.
-        self._follower = TopicFollower(self._kafka, at_once, left_out=left_out, **_UNHURRIED)
+        self._follower = TopicFollower(self._kafka, at_once, **_UNHURRIED)
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
         """Return up to `most` records; waits up to `wait_s` if there are none."""

@@ -235,8 +235,6 @@ class RunObserver:
     def _score(self, message: KafkaRecord) -> None:
         place = (message.timestamp_ms, message.partition, message.offset)
         self._statistics.record(place[1], place[2], place[0])
-        if message.offset in self._log.left_out.get(message.partition, ()):
-            return
         try:
             record = decode(message.value)
         except RecordError as error:

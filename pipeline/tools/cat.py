@@ -10,12 +10,11 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.command_parser import positive_count, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import printable
@@ -24,9 +23,8 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.reader import Reader, silence
+from rollstream.topics.kafka.reader import Reader, read_to_end, silence
 from rollstream.topics.kafka.records import KafkaRecord, Place
-from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
@@ -141,17 +139,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
         if span.partition is not None and span.partition not in partitions:
             raise ConfigurationError(f"-p {span.partition}: {topic} has partitions 0 to {len(partitions) - 1}")
         numbers = list(partitions) if span.partition is None else [span.partition]
-        left_out = _left_out(kafka, topic, reader.bounds(topic, numbers))
-        starts = _starts(kafka, reader, topic, left_out, span)
-        for partition, offsets in left_out.items():
-            # A client reads ahead, so separate clients read the records between offsets that are left out.
-            if offsets and starts[partition] <= max(offsets):
-                end = max(offsets) + 1
-                hopping = records_between(
-                    kafka, topic, partition, starts[partition], end, offsets, wait=False, isolation=span.isolation
-                )
-                yield from (around for around in hopping if around is not None and span.holds(around))
-                starts[partition] = end
+        starts = _starts(kafka, reader, topic, numbers, span)
         reader.assign({(topic, p): starts[p] for p in numbers})
         pending = {(topic, p) for p in numbers}
         first_ends: dict[Place, int] = {}
@@ -178,21 +166,8 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
                     raise silence(kafka, topic, pending, kafka.patience_s)
 
 
-def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
-    """Return, for each partition, the offsets below its end that are not fetched, because grouping left them out.
-
-    Offsets past the end are ignored, because records on `control` may name any offset.
-    """
-    run, _, name = topic.rpartition(".")
-    left_out = never_fetched(kafka, run) if name == "rollouts" else {}
-    return {number: {o for o in left_out.get(number, ()) if o < end} for number, (_begin, end) in bounds.items()}
-
-
-def _starts(
-    kafka: KafkaConfig, reader: Reader, topic: str, left_out: Mapping[int, set[int]], span: ReadSpan
-) -> dict[int, int]:
-    numbers, start = list(left_out), span.start
-    bounds = reader.bounds(topic, numbers)
+def _starts(kafka: KafkaConfig, reader: Reader, topic: str, numbers: list[int], span: ReadSpan) -> dict[int, int]:
+    start, bounds = span.start, reader.bounds(topic, numbers)
     if start == "beginning":
         return {p: low for p, (low, _high) in bounds.items()}
     if start == "end":
@@ -202,7 +177,7 @@ def _starts(
         return {p: bounds[p][1] if offset is None else offset for p, offset in offsets.items()}
     offset = _number(start, "-o")
     if offset < 0 or start.startswith("-"):
-        return _last(kafka, topic, bounds, left_out, -offset, span.isolation)
+        return _last(kafka, topic, bounds, -offset, span.isolation)
     return {p: max(low, min(offset, high)) for p, (low, high) in bounds.items()}
 
 
@@ -210,7 +185,6 @@ def _last(
     kafka: KafkaConfig,
     topic: str,
     bounds: dict[int, tuple[int, int]],
-    left_out: Mapping[int, set[int]],
     count: int,
     isolation: str,
 ) -> dict[int, int]:
@@ -224,8 +198,7 @@ def _last(
     while waiting:
         begins = {p: max(bounds[p][0], bounds[p][1] - back) for p in waiting}
         seen: dict[int, deque[int]] = {p: deque(maxlen=count) for p in waiting}
-        around = {p: left_out[p] for p in sorted(waiting)}
-        for message in records_around(kafka, topic, around, begins, isolation=isolation):
+        for message in read_to_end(kafka, topic, partitions=sorted(waiting), start=begins, isolation=isolation):
             seen[message.partition].append(message.offset)
         for p, offsets in seen.items():
             starts[p] = offsets[0] if len(offsets) == count else begins[p]

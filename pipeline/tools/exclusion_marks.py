@@ -12,7 +12,7 @@ from rollstream.consumers.grouping.core.configuration_marks import check_names, 
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.grouping.process.restoration import records_of
-from rollstream.consumers.grouping.process.skipped_offsets import asked_for, never_fetched
+from rollstream.consumers.grouping.process.skipped_offsets import requested_skips
 from rollstream.pipeline.audit.committed_tasks import committed_positions, committed_tasks
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
@@ -22,15 +22,13 @@ from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Deliv
 from rollstream.topics.fates import OTHER_ENVIRONMENTS
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.reader import read_to_end, records_between
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, Mark, Rollout
 from rollstream.topics.signatures import MarkSigner
 
@@ -76,15 +74,14 @@ def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfi
     for partition, journal in committed_tasks(kafka, run, grouper):
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
-        requested = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
-        hopped = {*from_ranges(journal.hopped), *requested}
-        left_out = {*journal.skipped, *hopped}
+        requested = requested_skips(kafka, run, partition)
+        skips = {*journal.skipped, *(offset for offset in requested if offset >= journal.position)}
         _begin, end = topic_admin.bounds(kafka, topic, [partition])[partition]
-        for message in records_between(kafka, topic, partition, journal.watermark, end, hopped, wait=False):
+        for message in records_between(kafka, topic, partition, journal.watermark, end, wait=False):
             if message is None:
                 continue
             value = decoded(message.value)
-            if isinstance(value, Mark) and message.offset not in left_out:
+            if isinstance(value, Mark) and message.offset not in skips:
                 judged = mark_outcome(records_of(message), value, partition, config, clock, plug_ins)
                 clock = clock if judged.problem else max(clock, value.policy_version)
                 config, since = (judged.config, message.offset) if judged.config else (config, since)
@@ -108,8 +105,7 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
     # In a run with very many environments, the journal counts some of them together, without names.
     missing = set() if OTHER_ENVIRONMENTS in known else set(named) - known
     if missing:
-        left_out = never_fetched(kafka, run)
-        for message in records_around(kafka, topic, {p: left_out.get(p, set()) for p in tails}, tails):
+        for message in read_to_end(kafka, topic, partitions=tails, start=tails):
             value = decoded(message.value)
             if isinstance(value, Rollout):
                 known.add(value.environment)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_index, read_journal
 from rollstream.pipeline.tools.plain_values import decoded
@@ -17,11 +16,10 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import (
     BatchIndexEntry,
@@ -163,15 +161,8 @@ class RunView(Closing):
         return read_to_end(self.kafka, self.topic(name))
 
     def rollout_messages(self, partitions: Iterable[int] | None = None) -> Iterator[KafkaRecord]:
-        """Every committed record of `rollouts`, or of some of its partitions, except those that grouping left out."""
-        topic = self.topic("rollouts")
-        numbers = range(topic_admin.partitions_of(self.kafka, topic)) if partitions is None else partitions
-        return records_around(self.kafka, topic, {number: self._left_out.get(number, set()) for number in numbers})
-
-    @cached_property
-    def _left_out(self) -> dict[int, set[int]]:
-        """Offsets of `rollouts` that grouping left out, and whose records are never fetched, by partition."""
-        return never_fetched(self.kafka, self.run)
+        """Every committed record of `rollouts`, or of some of its partitions."""
+        return read_to_end(self.kafka, self.topic("rollouts"), partitions=partitions)
 
     @cached_property
     def index(self) -> Index:
@@ -252,7 +243,7 @@ class RunView(Closing):
         return summary([(partition, history)], generation)
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
-        """Fetch one record, without its value if grouping left it out. Raises TopicError if it does not exist."""
+        """Fetch one record. Raises TopicError if it does not exist."""
         topic = self.topic(name)
         if self._reader is None:
             self._reader = Reader(self.kafka, fetch_wait_ms=10, **_ONE_RECORD)
@@ -262,15 +253,7 @@ class RunView(Closing):
         low, high = bounds[partition]
         if not low <= offset < high:
             raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
-        message: KafkaRecord | None
-        left_out = self._left_out.get(partition, set()) if name == "rollouts" else set()
-        if offset in left_out:
-            message = KafkaRecord(topic, partition, offset, readable=False)
-        elif left_out:
-            only = records_between(self.kafka, topic, partition, offset, offset + 1, left_out, wait=False)
-            message = next((record for record in only if record is not None), None)
-        else:
-            message = record_at(self.kafka, topic, partition, offset, reader=self._reader)
+        message = record_at(self.kafka, topic, partition, offset, reader=self._reader)
         if message is None:
             raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
         return message

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, SamplingParams
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
-from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
 
 
@@ -112,142 +112,62 @@ def peak_bytes(process: "subprocess.Popen[bytes]") -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run: RealRun) -> None:
+MAKER = """
+from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
+
+class Mine(FifoBatchMaker):
+    def add_rollout(self, rollout, group):
+        if group.example_id == "divided":
+            raise ZeroDivisionError
+        super().add_rollout(rollout, group)
+"""
+MINE = "my_maker:Mine"
+
+
+def test_records_that_end_grouping_at_every_start_are_skipped_on_the_record(
+    run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark of a newer release, and a rollout whose group a user's batch maker cannot take."""
+    (run.directory / "my_maker.py").write_text(MAKER)
+    monkeypatch.syspath_prepend(run.directory)
+    monkeypatch.delitem(sys.modules, "my_maker", raising=False)
+    run.python_path = (run.directory,)
+    makers = {"grouper__makers": f'["{MINE}"]'}
+    mark(run, Mark(kind="policy_version", policy_version=0))
     group(run, "before", 2)
-    mark(run, configured(CORE_VERSION + 1))
+    mark(run, configured(maker=MINE, batch_rollouts=4))
+    mark(run, configured(CORE_VERSION + 1, generation=2))
+    group(run, "divided")
     group(run, "behind")
+    places = []
     for _ in range(2):
-        stopped = run.start("group")
-        assert stopped.wait(300) == 2
-        assert "have the record left out: `rollstream role group skip 0:" in run.log_of(stopped)
-    place = run.log_of(stopped).rpartition("group skip ")[2].split()[0]
-    offset = int(place.partition(":")[2])
+        for _ in range(2):
+            stopped = run.start("group", **makers)
+            assert stopped.wait(60) == (1 if places else 2), "an error of the maker has a traceback"
+        places.append(run.log_of(stopped).rpartition("skip the record: `rollstream role group skip ")[2].split()[0])
+        assert said(run, "group", "skip", places[-1]).returncode == 2, "a reason is asked for"
+        assert "there is no record 900 yet" in said(run, "group", "skip", "0:900", "--reason", "x").stderr
+        skipped = said(run, "group", "skip", places[-1], "--reason", f"reason {len(places)}")
+        assert skipped.returncode == 0, skipped.stderr
+    assert places == ["0:4", "0:8"]
 
-    assert said(run, "group", "skip", place).returncode == 2, "a reason is asked for"
-    assert "there is no record 900 yet" in said(run, "group", "skip", "0:900", "--reason", "x").stderr
-    skipped = said(run, "group", "skip", place, "--reason", "nobody here wrote it")
-    assert skipped.returncode == 0, skipped.stderr
-
-    going = run.start("group")
-    book = read(run, batched=4)
-    assert book.dropped == {"skipped": 1}
+    going = run.start("group", **makers)
+    read(run, batched=4, dead_lettered=2, in_flight=5)
     going.send_signal(signal.SIGKILL)
     going.wait()
-    run.start("group")
+    run.start("group", **makers)
     run.send(rollout("before", member) for member in (2, 3))
-    book = read(run, batched=8)
-    assert (book.dropped, book.problems) == ({"skipped": 1}, [])
-    verification = verify(run.kafka, run.name)
-    assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 1)
-    replayed = said(run, "replay", "--set", "grouping.batch_rollouts=8", "--json")
-    assert json.loads(replayed.stdout)["replayed"]["dropped"] == {"skipped": 1}
-    late = said(run, "group", "skip", f"0:{offset}", "--reason", "again")
+    book = read(run, batched=8, dead_lettered=2, in_flight=3)
+    assert (book.dropped, book.problems) == ({}, [])
+    verification = verify(run.kafka, run.name, [MINE])
+    assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 0)
+    settings = ("--set", f'grouper.makers=["{MINE}"]', "--set", "grouping.batch_rollouts=8")
+    replayed = json.loads(said(run, "replay", *settings, "--json").stdout)["replayed"]
+    assert [replayed[name] for name in ("batches", "rollouts", "in_flight", "dropped")] == [1, 8, 3, {}]
+    letters = json.loads(said(run, "dlq", "ls", "--json").stdout)
+    assert [(letter["offset"], letter["reason"]) for letter in letters] == [
+        (4, "skipped: reason 1"),
+        (8, "skipped: reason 2"),
+    ]
+    late = said(run, "group", "skip", places[0], "--reason", "again")
     assert (late.returncode, "was read up to" in late.stderr) == (2, True)
-
-
-BOMB_BYTES = 300_000_000
-
-
-def bomb(run: RealRun) -> str:
-    """Send one gzip record batch of 1/3 MB, stored as sent; return its offsets in the form of `group skip`."""
-    topic = run.topic("rollouts")
-    change_settings(run.kafka, topic, compression__type="producer")
-    settings = {
-        "compression.type": "gzip",
-        "linger.ms": "60000",  # flush does not wait for it
-        "batch.size": 1_000_000_000,
-        "message.max.bytes": 1_000_000_000,
-        "queue.buffering.max.kbytes": 2_000_000,
-    }
-    producer = clients.producer(run.kafka, **settings)
-    begin = topic_admin.bounds(run.kafka, topic)[0][1]
-    for _ in range(BOMB_BYTES // 1_000_000):
-        producer.produce(topic, bytes(1_000_000), partition=0)
-    assert producer.flush(120) == 0
-    return f"0:{begin}-{topic_admin.bounds(run.kafka, topic)[0][1] - 1}"
-
-
-MEASURED = """
-import sys
-from pathlib import Path
-from rollstream.pipeline.cli import main
-
-code = main()
-sys.stderr.write(Path("/proc/self/status").read_text())
-sys.exit(code)
-"""
-
-
-def measured(run: RealRun, *words: str) -> str:
-    """Run a command, check that it takes less memory than the bomb, and return its output."""
-    command = run.command(*words)
-    command[2:4] = ["-c", MEASURED]
-    done = subprocess.run(command, cwd=run.directory, env=run.environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "record_unreadable" not in done.stderr
-    assert int(done.stderr.rsplit("VmHWM:", 1)[1].split()[0]) * 1024 < BOMB_BYTES, words
-    return done.stdout
-
-
-def assert_tools_never_fetch(run: RealRun, place: str) -> None:
-    """Every tool that reads `rollouts` answers for the records around the bomb, within the memory of a small run."""
-    first, last = place.removeprefix("0:").split("-")
-    answers = {}
-    for words in (
-        ("cat", "rollouts"),
-        ("cat", "rollouts", "-o", "-2"),
-        ("lineage", "--rollout", "before-3"),
-        ("lineage", "--offset", f"0:{int(first) - 1}"),
-        ("lineage", "--offset", f"0:{first}"),
-        ("archive",),
-        ("restore", "archive", "--into", f"{run.name}-again"),
-        ("cat", f"{run.name}-again.rollouts"),
-        ("top", "--once", "--json"),
-        ("groups", "groups", "--json"),
-    ):
-        answers[words[0], words[-1]] = measured(run, *words)
-    offsets = [int(line.split()[1]) for line in answers["cat", "rollouts"].splitlines()]
-    assert min(offsets) < int(first)
-    assert max(offsets) > int(last)
-    assert not set(offsets) & set(range(int(first), int(last) + 1))
-    assert [int(line.split()[1]) for line in answers["cat", "-2"].splitlines()] == offsets[-2:]
-    again = [int(line.split()[1]) for line in answers["cat", f"{run.name}-again.rollouts"].splitlines()]
-    assert again == offsets
-    assert "dropped: skipped" in answers["lineage", f"0:{first}"]
-    assert "rollout before-2" in answers["lineage", f"0:{int(first) - 1}"]
-    assert "batch 0-1" in answers["lineage", "before-3"]
-    shown = json.loads(answers["top", "--json"])
-    assert (shown["rollouts"], shown["batched"], shown["dropped"]) == (8, 8, {"skipped": 300})
-    assert (shown["unread"], shown["records_skipped"]) == (0, 0)
-    assert json.loads(answers["groups", "--json"])["environments"]["env"]["groups"] == 2
-
-
-@pytest.mark.long
-def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(run: RealRun) -> None:
-    group(run, "before", 3)
-    place = bomb(run)
-    group(run, "behind")
-    met = run.start("group")
-    eventually(lambda: peak_bytes(met) > BOMB_BYTES, 60, "the client inflates the bomb")
-    met.kill()
-    met.wait()
-
-    skipped = said(run, "group", "skip", place, "--reason", "a bomb")
-    assert skipped.returncode == 0, skipped.stderr
-    shown = json.loads(measured(run, "top", "--once", "--json"))
-    assert (shown["rollouts"], shown["records_skipped"], shown["history_left"]) == (7, 0, 0)
-    assert shown["unread"] > 300, "they count before grouping passes them"
-    for number in range(2):
-        going = run.start("group")
-        book = read(run, batched=4)
-        assert (book.dropped, book.dead_lettered, book.problems) == ({"skipped": 300}, 0, [])
-        assert peak_bytes(going) < BOMB_BYTES, f"start {number}"
-        going.kill()
-        going.wait()
-    run.start("group")
-    run.send([rollout("before", 3)])
-    book = read(run, batched=8)
-    assert (book.dropped, book.problems) == ({"skipped": 300}, [])
-    assert_tools_never_fetch(run, place)
-    verification = verify(run.kafka, run.name)
-    assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 300)

@@ -18,7 +18,6 @@ from rollstream.consumers.batch_reader import IndexReader
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
@@ -142,10 +141,8 @@ def said(run: RealRun, *words: str) -> tuple["subprocess.CompletedProcess[str]",
 
 
 def places(run: RealRun, topic: str) -> set[tuple[int, int]]:
-    """Partitions and offsets of the records of a topic, without those that the flooded journal says to leave out."""
-    left_out = never_fetched(run.kafka, run.name) if topic == "rollouts" else {}
-    there = {(message.partition, message.offset) for message in read_to_end(run.kafka, run.topic(topic))}
-    return {(partition, offset) for partition, offset in there if offset not in left_out.get(partition, ())}
+    """Partitions and offsets of the records of a topic."""
+    return {(message.partition, message.offset) for message in read_to_end(run.kafka, run.topic(topic))}
 
 
 @LONG

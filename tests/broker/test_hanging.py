@@ -18,8 +18,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, hanging_transactions, topic_admin
 from rollstream.topics.kafka.open_transactions import await_decided, undecided
-from rollstream.topics.kafka.reader import record_at
-from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.kafka.reader import record_at, records_between
 from tests.support.hanging import NO_VERIFICATION, UNKNOWN_PRODUCER, hang, hang_offsets
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

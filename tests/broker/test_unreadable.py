@@ -8,10 +8,7 @@ from confluent_kafka.admin import NewTopic
 from rollstream.topics.catalogue import spec_of
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
-from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -93,18 +90,3 @@ def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: Kafka
         send(kafka, run_name, [value])
     # Compare hashes, because pytest would show megabytes of a difference.
     assert [hash(message.value) for message in read_to_end(kafka, run_name)] == [hash(v) for v in values]
-
-
-def test_what_a_follower_is_to_leave_out_is_given_as_unread_and_what_comes_later_is_followed(
-    kafka: KafkaConfig, run_name: str
-) -> None:
-    for value in (b"first", b"left out", b"between", b"left out, too"):
-        send(kafka, run_name, [value])
-    place, read = (run_name, 0), list[KafkaRecord]()
-    with TopicFollower(kafka, {place: BEGINNING}, left_out={place: {1, 3, 10**6}}) as follower:
-        eventually(lambda: read.extend(follower.poll(2, 0.1)) or len(read) == 4, 60, "all is passed")
-        send(kafka, run_name, [b"new"])
-        eventually(lambda: read.extend(follower.poll(2, 0.1)) or len(read) == 5, 60, "the new record came")
-        eventually(lambda: follower.poll(2, 0.1) == [] and follower.ends == {place: 5}, 60, "its end is known")
-    expected = [b"first", None, b"between", None, b"new"]
-    assert [(record.offset, record.value) for record in read] == list(enumerate(expected))

@@ -49,6 +49,8 @@ class _Journal:
     drops: dict[int, str] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     batch_ids: list[str] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
+    """Offsets that became dead letters without being decoded, since somebody asked for it."""
     counts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """The newest entry of each environment and fate. A record has those that changed."""
 
@@ -77,6 +79,7 @@ def judge(evidence: Evidence) -> Audit:
             )
         _check_places(number, records, own, journal, dead[number], result)
         _check_counts(number, records, journal, result)
+        records = [replace(raw, value=None) if raw.offset in journal.skipped else raw for raw in records]
         try:
             check_groups(records, own, _configurations(number, records, journal), result)
         except NotModelled as reason:
@@ -185,6 +188,7 @@ def _transaction(number: int, parts: list[Decoded], journal: _Journal, result: A
         for drop in record["drops"]:
             journal.drops[drop["offset"]] = drop["reason"]
         journal.batch_ids += record["batch_ids"]
+        journal.skipped.update(record["skipped"])
     if parts[-1]["snapshot"] and {o for record in parts for o in _offsets(record["unfinished"])} != journal.in_flight:
         where = f"journal[{number}] sequence {parts[-1]['sequence']}"
         result.found("conservation", f"the snapshot at {where} is not what adds up")

@@ -14,9 +14,8 @@ from tests.faults.evidence import Decoded, Raw, decode
 
 Key = tuple[str, str, int, str]
 
-GIVEN = ("invalid", "wrong_partition", "too_large", "capacity", "skipped")
-"""Reasons taken from the journal, since they need the application's own limits, or somebody asked for them; everything
-else must follow."""
+GIVEN = ("invalid", "wrong_partition", "too_large", "capacity")
+"""Reasons taken from the journal, since they need the application's own limits; everything else must follow."""
 OF_WHOLE_GROUPS = ("too_large", "capacity")
 _OPEN, _FUTURE, _BATCH_AGE = 0, 1, 3
 

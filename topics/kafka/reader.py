@@ -15,8 +15,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, stranded_clients, topic_admin
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.kafka import clients, hanging_transactions, stranded_clients, topic_admin
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.client_errors import is_unanswered, raise_for, retrying
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
@@ -402,6 +402,54 @@ def read_to_end(
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
                 raise silence(config, topic, pending, timeout_s)
+    finally:
+        if reader is None:
+            source.close()
+        else:
+            source.unassign()
+
+
+def records_between(
+    kafka: KafkaConfig,
+    topic: str,
+    partition: int,
+    start: int,
+    stop: int,
+    *,
+    wait: bool = True,
+    reader: Reader | None = None,
+) -> Generator[KafkaRecord | None]:
+    """Yield the records at offsets start to stop - 1, and None between polls.
+
+    A transaction becomes visible on its partitions at different times, so this waits if the partition ends before
+    `stop`. It raises DeadlineExceeded if nothing arrives for kafka.patience_s, within which an open transaction ends.
+    Without `wait`, it stops at the end. An existing `reader` may be passed.
+    """
+    if start >= stop:
+        return
+    place = topic, partition
+    source = reader or Reader(kafka, fetch_wait_ms=10)
+    try:
+        source.assign({place: start})
+        deadline = time.monotonic() + kafka.patience_s
+        while True:
+            records, ends = source.poll(_AT_ONCE, 0.05)
+            at_end = place in ends and (not wait or ends[place] >= stop)
+            ended = at_end or (bool(records) and records[-1].offset >= stop - 1)
+            if ended:
+                source.unassign()
+            for record in records:
+                if record.offset < stop:
+                    yield record
+                    deadline = time.monotonic() + kafka.patience_s
+            if ended:
+                return
+            yield None
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{topic}[{partition}] did not reach offset {stop - 1} within {kafka.patience_s:g} s; "
+                    f"{hanging_transactions.open_on(kafka, topic, [partition])}"
+                )
     finally:
         if reader is None:
             source.close()

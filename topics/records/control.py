@@ -28,13 +28,12 @@ class ExcludedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedOffset:
-    """Consecutive records of `rollouts`, from `offset` on, that grouping must leave out unread."""
+    """A record of `rollouts` that grouping makes a dead letter without decoding it."""
 
     partition: int
     offset: int
     reason: str
     wall_time: float = 0.0
-    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,5 +102,4 @@ class JournalRecord:
     parts: int = 1
     skipped: tuple[int, ...] = ()
     leader_epoch: int = -1
-    hopped: tuple[int, ...] = ()
     rates: tuple[RateLevel, ...] = ()

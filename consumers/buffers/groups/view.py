@@ -28,15 +28,14 @@ from rollstream.consumers.files.atomic_files import (
     write_checked_json,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import Source
 from rollstream.topics.validation import batch_problems, cancellation_problems, problems
@@ -205,7 +204,7 @@ class GroupStore(Closing):
 
     def fill(self, kafka: KafkaConfig, run: str, topic: str = "rollouts") -> int:
         """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
-        records. Rollouts that grouping skips without reading them are not fetched.
+        records.
 
         Raises TopicError if the position is no longer in the log, StoreError if the store was filled from another run
         before, or the topic was created again.
@@ -222,10 +221,8 @@ class GroupStore(Closing):
                 )
         filled = self._topics.setdefault(topic, _TopicProgress())
         filled.identity = identity
-        left_out = never_fetched(kafka, run) if topic == "rollouts" else {}
-        partitions = {p: left_out.get(p, set()) for p in range(topic_admin.partitions_of(kafka, name))}
         records = 0
-        for message in records_around(kafka, name, partitions, filled.position):
+        for message in read_to_end(kafka, name, start=filled.position):
             partition, offset = message.partition, message.offset
             assert offset is not None
             self.read(partition, offset, message.timestamp_ms, message.value, topic=topic)

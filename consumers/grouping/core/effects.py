@@ -30,16 +30,8 @@ class InputRecord(NamedTuple):
         return self.timestamp_ms >= 0
 
 
-class OffsetSkip(NamedTuple):
-    """Why an offset is left out unread."""
-
-    reason: str
-    timed: bool = False
-    """Whether the append time of its record counts. It does if an earlier release left the record out."""
-
-
 class DeadLetter(NamedTuple):
-    """A record that cannot be decoded."""
+    """A record that cannot be decoded, or that an operator skips."""
 
     record: InputRecord
     error: str

@@ -16,12 +16,11 @@ from types import MappingProxyType
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import Change, MarkOutcome, content_outcome, mark_outcome
 from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, foreign_rejection, value_rejection
-from rollstream.consumers.grouping.core.effects import Effects, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.effects import Effects, InputRecord
 from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.core.replay import Replay
-from rollstream.consumers.grouping.core.skips import Skips
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
@@ -35,16 +34,16 @@ class Fold:
         self,
         state: TaskState,
         plug_ins: PlugIns = BUILT_IN,
-        skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+        skips: Mapping[int, str] = MappingProxyType({}),
         change: Change | None = None,
         rewards: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """Start from `state`. Call `replay` with the records from its watermark to its position, then `resume`.
 
-        `plug_ins` are the makers and estimators that a configuration may name. `skips` gives offsets to leave out
-        unread, and the reasons; it has no effect on offsets below the position, because the journal names those that
-        were left out. `change` alters the configurations that marks put in force. `rewards` replaces rewards, by
-        offset.
+        `plug_ins` are the makers and estimators that a configuration may name. `skips` gives records that become dead
+        letters without being decoded, with the reasons by offset. It has no effect below the position, because the
+        state names the records that were skipped there. `change` alters the configurations that marks put in force.
+        `rewards` replaces rewards, by offset.
         """
         self.partition = state.partition
         self.partitions = state.partitions
@@ -52,7 +51,7 @@ class Fold:
         self._plug_ins = plug_ins
         self._change = change
         self._rewards = rewards
-        self._skips = Skips(skips)
+        self._skips = skips
         self._replay = Replay(state)
         self._tracker = OffsetTracker(state)
         self._groups = GroupLifecycle(state, self._replay, self._tracker, plug_ins)
@@ -64,15 +63,9 @@ class Fold:
     def replay(self, record: InputRecord) -> None:
         """Read a record again while restoring.
 
-        Records that were left out and never fetched (`hopped` in the state) need not be given. Records that were left
-        out but whose append time counted (`skipped` in the state) must be given, because that time advances stream
-        time.
-
         Raises StateRefused if the record has an effect, because log and state then disagree.
         """
         self._replay.check_offset(record.offset)
-        if self._replay.is_hopped(record.offset):
-            return
         self._read(record, self._admit_again)
         if self._tracker.pending.has_fates:
             raise self._replay.unexpected_effect(record.offset)
@@ -87,26 +80,7 @@ class Fold:
         """Read the next record. Its effects are part of the next `prepare_commit`."""
         if self.replaying:
             raise StateRefused(f"rollouts[{self.partition}] is still being restored; call resume first")
-        if record.offset >= self.position and self._skips.is_hopped(record.offset):
-            self.hop(record.offset + 1)
-            return
-        self.hop(record.offset)
         self._read(record, self._admit)
-
-    def hop(self, stop: int) -> None:
-        """Leave out the requested offsets below `stop` without reading their records.
-
-        Neither the content nor the append time of such a record counts, so the record need not be fetched.
-        """
-        if self._skips and not self.replaying:
-            for offset in range(self.position, stop):
-                if self._skips.is_hopped(offset):
-                    self.position = offset + 1
-                    self._skip(offset)
-
-    def hops_ahead(self) -> list[int]:
-        """Return the offsets at or above the position that are to be left out without reading their records."""
-        return self._skips.hopped_from(self.position)
 
     def _read(self, record: InputRecord, admit: Callable[[InputRecord, Clocks], None]) -> None:
         if record.offset < self.position:
@@ -121,14 +95,11 @@ class Fold:
             if not self._replay.is_skipped(record.offset):
                 admit(record, before)
         elif record.offset in self._skips:
-            self._skip(record.offset)
+            self._count_read("", 0)
+            self._tracker.skip(record, self._skips[record.offset])
         else:
             admit(record, before)
         self._groups.cut("size")
-
-    def _skip(self, offset: int) -> None:
-        self._count_read("", 0)
-        self._tracker.skip(offset, self._skips[offset])
 
     def _count_read(self, environment: str, tokens: int) -> None:
         if not self.replaying:

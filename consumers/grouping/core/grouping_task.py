@@ -96,14 +96,6 @@ class GroupingTask:
         lie after the last record that was read."""
         return 0 if end <= self._end_read else max(0, end - self.fold.position)
 
-    def hop(self, stop: int) -> None:
-        """Leave out the requested offsets below `stop` without reading their records."""
-        if self.fold.position < stop:
-            self.at_end = False
-            self._records_since_snapshot += 1
-            self._leader_epoch = -1
-            self.fold.hop(stop)
-
     def _check_room(self) -> None:
         """Raise ForeignConfiguration if kafka.max_record_bytes has no room for the batches of the configuration."""
         if self.fold.config.batch_bytes > self._largest_batch:
@@ -116,7 +108,7 @@ class GroupingTask:
 
     def _skip_remedy(self, record: InputRecord, condition: str) -> str:
         place = f"{self.partition}:{record.offset}"
-        return f"{condition}, have the record left out: `rollstream role group skip {place} --reason ...`"
+        return f"{condition}, skip the record: `rollstream role group skip {place} --reason ...`"
 
     def prepare_commit(self, *, closing: bool = False) -> TaskCommit:
         """Return the effects so far for the next transaction, with a snapshot if one is due."""

@@ -12,7 +12,6 @@ from rollstream.consumers.grouping.core.effects import (
     DeadLetter,
     Effects,
     InputRecord,
-    OffsetSkip,
     PendingEffects,
 )
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
@@ -59,7 +58,6 @@ class OffsetTracker:
         self._unfinished: dict[int, Clocks] = {}
         self._order: deque[int] = deque()
         self._skipped = sorted(state.skipped)
-        self._hopped = sorted(state.hopped)
         self.pending = PendingEffects(begin=state.position)
 
     def __len__(self) -> int:
@@ -92,14 +90,14 @@ class OffsetTracker:
         self._finish(offset, CONTROL, environment)
 
     def dead_letter(self, record: InputRecord, error: str) -> None:
-        """Finish a record that cannot be decoded."""
+        """Finish a record that becomes a dead letter."""
         self.pending.dead_letters.append(DeadLetter(record, clip(error, DETAIL_LIMIT)))
         self._finish(record.offset, DEAD_LETTERED, "")
 
-    def skip(self, offset: int, skip: OffsetSkip) -> None:
-        """Finish an offset that is left out unread."""
-        (self._skipped if skip.timed else self._hopped).append(offset)
-        self.drop(offset, Rejection("skipped", skip.reason))
+    def skip(self, record: InputRecord, reason: str) -> None:
+        """Finish a record that an operator skips."""
+        self._skipped.append(record.offset)
+        self.dead_letter(record, f"skipped: {reason}")
 
     def drop(self, offset: int, verdict: Rejection, value: object = None, age_ms: int = 0) -> None:
         """Finish a dropped offset; `value` is its content, if it could be decoded."""
@@ -193,7 +191,6 @@ class OffsetTracker:
             self._order.popleft()
         watermark = self._order[0] if self._order else position
         before = self._unfinished.get(watermark, now)
-        self._skipped = [offset for offset in self._skipped if offset >= watermark]
         delivered = (o for o in pending.delivered if o in self._unfinished) if snapshot is None else snapshot
         journal = JournalRecord(
             partition=self._partition,
@@ -224,10 +221,9 @@ class OffsetTracker:
             unfinished=to_ranges(self._unfinished if snapshot is not None else ()),
             delivered=to_ranges(delivered),
             skipped=tuple(self._skipped),
-            hopped=tuple(to_ranges(o for o in self._hopped if o >= min(watermark, pending.begin)).tolist()),
             rates=rates,
         )
-        self._hopped = [offset for offset in self._hopped if offset >= watermark]
+        self._skipped = [offset for offset in self._skipped if offset >= watermark]
         records = split_record(journal)
         self._sequence += len(records)
         return Effects(journal, tuple(pending.batches), tuple(pending.dead_letters), records)

@@ -19,12 +19,8 @@ class Replay:
         """Whether there is nothing to read again."""
         return not self._awaited and self._state.watermark == self._state.position
 
-    def is_hopped(self, offset: int) -> bool:
-        """Whether an offset was left out and never fetched."""
-        return offset in self._state.hopped
-
     def is_skipped(self, offset: int) -> bool:
-        """Whether an offset was left out unread, though its append time counts."""
+        """Whether a record became a dead letter without being decoded."""
         return offset in self._state.skipped
 
     def meet(self, offset: int) -> bool:

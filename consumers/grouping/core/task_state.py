@@ -39,9 +39,7 @@ class TaskState:
     unfinished: frozenset[int] = frozenset()
     delivered: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
-    """Offsets from the watermark on that were left out unread, though their append times count."""
-    hopped: frozenset[int] = frozenset()
-    """Offsets from the watermark on that were left out and never fetched."""
+    """Offsets from the watermark on that became dead letters without being decoded."""
     counts: tuple[FateCount, ...] = ()
     produced: tuple[FateCount, ...] = ()
     rates: tuple[RateLevel, ...] = ()
@@ -145,8 +143,7 @@ class JournalAccumulator:
             sequence=last.sequence + 1,
             unfinished=frozenset(self._unfinished),
             delivered=frozenset(self._delivered & self._unfinished),
-            skipped=frozenset(last.skipped),
-            hopped=frozenset(offset for offset in from_ranges(last.hopped) if offset >= last.watermark),
+            skipped=frozenset(offset for offset in last.skipped if offset >= last.watermark),
             counts=self._counts.counts,
             produced=self._counts.produced,
             rates=last.rates,

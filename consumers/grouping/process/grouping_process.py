@@ -120,7 +120,6 @@ class GroupingProcess:
                 if self._manager.restore():
                     self._ready()
                 self._report()
-                self._manager.approach()
                 self._punctuator.passed(polled.records)
                 self._manager.take_in(polled)
                 self._manager.seek()
@@ -195,8 +194,7 @@ class GroupingProcess:
         self._manager.assign(partitions)
         if not partitions:
             self._ready()
-        # After a restore, the client seeks to the task's position. Fetching from the committed offset before that might
-        # fetch records that are to be left out.
+        # After a restore, the client seeks to the task's position, and records that it fetched before are thrown away.
         return self._member.ends(partitions)
 
     def _join_anew(self, reason: str) -> None:

@@ -6,7 +6,7 @@ state with an error that names the remedy, and never guesses a position.
 
 import logging
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
@@ -17,15 +17,14 @@ from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
 from rollstream.consumers.grouping.process.bootstrap import committed_offset, journal_record
-from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.consumers.grouping.process.skipped_offsets import requested_skips
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, StateRefused
-from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.reader import Reader, records_between
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -104,14 +103,12 @@ class Restoration:
         journal, added = yield from self._read_journal()
         restored = added.state()
         self._check(restored, added)
-        skips = asked_for(self._kafka, self._run, self.partition, self._reader)
-        left_out = {*restored.hopped, *(offset for offset in skips if offset >= restored.position)}
-        self._check_end(restored.position, journal.leader_epoch, left_out)
+        skips = requested_skips(self._kafka, self._run, self.partition, self._reader)
+        self._check_end(restored.position, journal.leader_epoch)
         fold = Fold(restored, load_plug_ins(self._grouper), skips)
         if fold.replaying:
             self.progress.records_to_read = restored.position - restored.watermark
-            again = (restored.watermark, restored.position, left_out)
-            with closing(self._between(self._rollouts, *again)) as read:
+            with closing(self._between(self._rollouts, restored.watermark, restored.position)) as read:
                 for message in read:
                     if message is not None:
                         fold.replay(records_of(message))
@@ -191,12 +188,12 @@ class Restoration:
                 f"has {CORE_VERSION}; upgrade rollstream"
             )
 
-    def _check_end(self, position: int, leader_epoch: int, left_out: Collection[int]) -> None:
+    def _check_end(self, position: int, leader_epoch: int) -> None:
         """Refuse a log that was truncated below the position: records written there afterwards would never be read."""
         begin, end = self._reader.bounds(self._rollouts, [self.partition])[self.partition]
         if leader_epoch < 0 or not begin < position <= end:
             return
-        with closing(self._between(self._rollouts, position - 1, position, left_out, wait=False)) as read:
+        with closing(self._between(self._rollouts, position - 1, position, wait=False)) as read:
             latest = next((message for message in read if message is not None), None)
         if latest is None or latest.leader_epoch in (None, leader_epoch):
             return
@@ -206,13 +203,9 @@ class Restoration:
             f"never be read: restore the topic, or start a new run"
         )
 
-    def _between(
-        self, topic: str, start: int, stop: int, left_out: Collection[int] = (), *, wait: bool = True
-    ) -> Generator[KafkaRecord | None]:
+    def _between(self, topic: str, start: int, stop: int, *, wait: bool = True) -> Generator[KafkaRecord | None]:
         """Yield the records of this partition in a topic as `records_between` does."""
-        return records_between(
-            self._kafka, topic, self.partition, start, stop, left_out, wait=wait, reader=self._reader
-        )
+        return records_between(self._kafka, topic, self.partition, start, stop, wait=wait, reader=self._reader)
 
     @property
     def _group(self) -> str:

@@ -1,9 +1,9 @@
 """The tasks of one membership: each is restored when its partition is assigned, and suspended when it is revoked.
 
-The task of an assigned partition waits for its restore, reads past offsets that must be left out, has the client seek
-to its position, and then runs. A suspended task runs again without a restore if no other process has committed for its
-partition in the meantime. If a transaction was aborted because ownership was lost, every task is restored. A task whose
-partition an operator pauses keeps its state, reads nothing and writes no marks; it is restored after the pause.
+The task of an assigned partition waits for its restore, has the client seek to its position, and then runs. A
+suspended task runs again without a restore if no other process has committed for its partition in the meantime. If a
+transaction was aborted because ownership was lost, every task is restored. A task whose partition an operator pauses
+keeps its state, reads nothing and writes no marks; it is restored after the pause.
 """
 
 import logging
@@ -17,7 +17,6 @@ from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.seeks import Seeks
-from rollstream.consumers.grouping.process.skip_approach import Approach
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
@@ -28,7 +27,7 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.25
-"""Duration of restores, and of approaches, between two polls; a member that does not poll loses its partitions."""
+"""Duration of restores between two polls; a member that does not poll loses its partitions."""
 
 
 class TaskManager:
@@ -43,15 +42,12 @@ class TaskManager:
         committer: Committer,
         pace: CommitPace,
     ) -> None:
-        self._kafka, self._run = kafka, run
         self._pace = pace
         self._topic = topic_name(run, "rollouts")
         self._member, self._restorer, self._committer = member, restorer, committer
         self._tasks: dict[int, GroupingTask] = {}
         self._suspended: dict[int, GroupingTask] = {}
         """Tasks whose partition was taken away, kept to run again unless another process commits for the partition."""
-        self._approaches: dict[int, Approach] = {}
-        """Reading of restored tasks up to the last offset that must be left out, by partition."""
         self._seeks = Seeks(kafka, self._topic, member)
         self._paused: frozenset[int] = frozenset()
         """Paused partitions, whether or not this process owns them."""
@@ -60,8 +56,8 @@ class TaskManager:
 
     @property
     def wait_s(self) -> float:
-        """How long a poll may wait for its first record; 0 while there are restores or approaches to continue."""
-        if self._restorer.waiting or self._approaches:
+        """How long a poll may wait for its first record; 0 while there are restores to continue."""
+        if self._restorer.waiting:
             return 0.0
         return self._pace.wait_s(batches=self._has_batches, free=self._committer.done)
 
@@ -80,7 +76,6 @@ class TaskManager:
         """Commit and suspend the tasks of partitions that are about to be taken away."""
         event(logger, "revoked", partitions=partitions)
         self._commit_at_once(partitions)
-        self._stop_approaching(partitions)
         self._suspended = {p: self._tasks.pop(p) for p in partitions if p in self._tasks}
         self._seeks.forget(partitions)
         self._restorer.withdraw(partitions)
@@ -101,7 +96,6 @@ class TaskManager:
             self._tasks.pop(partition, None)
         self._seeks.forget(partitions)
         self._restorer.withdraw(partitions)
-        self._stop_approaching(partitions)
 
     def abandon(self) -> None:
         """Drop every task without a commit, and cancel all restores."""
@@ -109,9 +103,8 @@ class TaskManager:
         self._restorer.withdraw()
 
     def close(self) -> None:
-        """Stop the restore and the approaches in progress."""
+        """Stop the restore in progress."""
         self._restorer.close()
-        self._stop_approaching()
 
     def _ownership_lost(self, error: OwnershipLost) -> None:
         """Restore every task from its committed state, because the transaction was aborted."""
@@ -120,7 +113,6 @@ class TaskManager:
         self._restorer.add(self._member.assignment)
 
     def _drop_tasks(self) -> None:
-        self._stop_approaching()
         self._tasks.clear()
         self._suspended.clear()
 
@@ -151,7 +143,6 @@ class TaskManager:
 
     def _hold(self, partition: int) -> None:
         event(logger, "partition_paused", level=logging.WARNING, partition=partition)
-        self._stop_approaching([partition])
         self._seeks.forget([partition])
         self._member.pause([partition])
 
@@ -196,26 +187,9 @@ class TaskManager:
         self._restorer.withdraw([task.partition])
         if task.partition in self._paused:
             self._hold(task.partition)
-        elif task.fold.hops_ahead():
-            self._approaches[task.partition] = Approach(self._kafka, self._run, task)
         else:
-            self._send_on(task.partition)
-
-    def approach(self) -> None:
-        """Continue the approaches for a short time; until they end, the client does not fetch their partitions."""
-        for partition, approach in list(self._approaches.items()):
-            if approach.step(_SLICE_S / len(self._approaches)):
-                del self._approaches[partition]
-                self._send_on(partition)
-
-    def _stop_approaching(self, partitions: Collection[int] | None = None) -> None:
-        """Stop the approaches of these partitions, or all of them for None."""
-        for partition in set(self._approaches).intersection(self._approaches if partitions is None else partitions):
-            self._approaches.pop(partition).close()
-
-    def _send_on(self, partition: int) -> None:
-        self._seeks.want(partition)
-        self._member.resume([partition])
+            self._seeks.want(task.partition)
+            self._member.resume([task.partition])
 
     def seek(self) -> None:
         """Seek the client to the positions of restored tasks."""
@@ -238,9 +212,8 @@ class TaskManager:
                 task.reach_end(end)
 
     def _reading(self, partition: int) -> GroupingTask | None:
-        """Return the task that reads the records of a partition; None while it is approaching, seeking or paused."""
-        elsewhere = partition in self._seeks or partition in self._approaches or partition in self._paused
-        return None if elsewhere else self._tasks.get(partition)
+        """Return the task that reads the records of a partition; None while it is seeking or paused."""
+        return None if partition in self._seeks or partition in self._paused else self._tasks.get(partition)
 
     def commit(self, *, closing: bool = False) -> None:
         """Begin a transaction with the changed tasks if one is due; reading continues while it is in progress.

@@ -34,7 +34,7 @@ from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import LearnerUses, check_uses
 from rollstream.pipeline.audit.merkle_tree import MerkleTree
-from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, HOPPED, SEEN, PartitionJournal
+from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.refold import ends_snapshot, fold_again, skips_in
 from rollstream.pipeline.audit.topic_reading import Index
 from rollstream.topics import codec
@@ -108,7 +108,7 @@ class _Partition:
     head: list[JournalRecord] = field(default_factory=list)
     """Records of the journal up to its first snapshot."""
     records: list[JournalRecord] = field(default_factory=list)
-    """Records of the journal that name drops."""
+    """Records of the journal that name drops or skips."""
     named: set[str] = field(default_factory=set)
     """Batches that the journal names."""
     batch_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -161,7 +161,7 @@ class _Reading:
             if not whole:
                 part.head.append(record)
                 whole = ends_snapshot(part.head, len(part.head) - 1)
-            if record.drops:
+            if record.drops or record.skipped:
                 part.records.append(record)
             part.named.update(record.batch_ids)
             configurations.setdefault(record.watermark_generation, digest_of(record.watermark_configuration.encode()))
@@ -275,7 +275,6 @@ class _Reading:
         part, problem = self._partitions[number], self._result.problem
         position, journal = part.journal.position, part.journal
         skips = skips_in(part.records)
-        hopped = {offset for offset, skip in skips.items() if not skip.timed}
         reasons = {drop.offset: drop.reason for record in part.records for drop in record.drops}
 
         def inputs() -> Iterator[InputRecord]:
@@ -284,8 +283,7 @@ class _Reading:
                     break
                 value = journal.table.set_bits_at(message.offset, SEEN)
                 self._take_rollout(part, message, journal.fate_of(value) or "", reasons)
-                if message.offset not in hopped:
-                    yield records_of(message)
+                yield records_of(message)
 
         restored = task_state.restored_state(part.head)
         drops, cut_again = set[tuple[int, str]](), set[str]()
@@ -324,10 +322,10 @@ class _Reading:
         a batch."""
         journal, problem = part.journal, self._result.problem
         runs = journal.table.runs().clipped(0, journal.position)
-        has_fate, seen = runs.values & CODES != 0, runs.values & (SEEN | HOPPED) != 0
+        has_fate, seen = runs.values & CODES != 0, runs.values & SEEN != 0
         for offset, fate in journal.named(runs.where(has_fate & ~seen)):
             problem(f"rollouts[{journal.number}] offset {offset} is {fate} but holds no record")
-        for offset, _fate in journal.named(runs.where(~has_fate & (runs.values & SEEN != 0))):
+        for offset, _fate in journal.named(runs.where(~has_fate & seen)):
             problem(f"rollouts[{journal.number}] offset {offset} was read but has no fate")
         batched = np.zeros(journal.position, bool)
         delivered = runs.where(runs.values & DELIVERED != 0)
@@ -369,7 +367,7 @@ def _rows(batch: TrainingBatch) -> Iterator[dict[str, Any]]:
 
 def _is_within(record: JournalRecord, end: int) -> bool:
     """Whether a journal record names no offset beyond `end`; larger offsets could make the tables arbitrarily large."""
-    ranges = (record.admitted, record.unfinished, record.delivered, record.hopped, *(f.runs for f in record.finished))
+    ranges = (record.admitted, record.unfinished, record.delivered, *(f.runs for f in record.finished))
     pairs = [np.asarray(each, np.int64).reshape(-1, 2) for each in ranges]
     return record.position <= end and all(
         ((pair >= 0) & (pair <= end)).all() and (pair.sum(1) <= end).all() for pair in pairs

@@ -1,14 +1,12 @@
-"""The decisions on `control` that the ledger uses: retired learners, and offsets to be skipped unread."""
+"""The decisions on `control` that the ledger uses: retired learners."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rollstream.consumers.grouping.process.skipped_offsets import note_request
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.offset_ranges import from_ranges, to_ranges
 from rollstream.topics.records import RetiredLearner
 from rollstream.topics.retired_learners import note_retired
 
@@ -19,27 +17,21 @@ class ControlRecords:
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "control")
         self.retired: dict[str, RetiredLearner] = {}
-        self.requested: dict[int, set[int]] = {}
-        """By partition of `rollouts`, the offsets that grouping was asked to skip."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
         return {
             "tail": self.tail.state(),
             "retired": [asdict(record) for record in self.retired.values()],
-            "requested": [[partition, to_ranges(o).tolist()] for partition, o in self.requested.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.retired = {values["learner"]: RetiredLearner(**values) for values in state["retired"]}
-        self.requested = {partition: set(from_ranges(ranges)) for partition, ranges in state["requested"]}
 
     def read(self) -> None:
         """Read new records."""
         skipped = SkippedRecords(logged=False)
         for message in self.tail.messages():
             note_retired(self.retired, message, skipped)
-            for partition, offsets in note_request(message).items():
-                self.requested.setdefault(partition, set()).update(offsets)

@@ -256,10 +256,9 @@ class Books:
         """Compare rollouts with the journals; return the number of rollouts in flight."""
         kafka, topic, journals = self._kafka, topic_name(self._run, "rollouts"), self._journals.of
         topic_id = self._ids["rollouts"]
-        requested = self._control.requested
-        left_out = self._rollouts.read(journals, requested, topic_id)
+        self._rollouts.read(journals, topic_id)
         bounds = topic_admin.bounds(kafka, topic)
-        return self._rollouts.judge(journals, left_out, begins, bounds, topic_id, hidden, result)
+        return self._rollouts.judge(journals, begins, bounds, topic_id, hidden, result)
 
 
 def _sum_up(journals: Mapping[int, PartitionJournal], in_flight: int, result: Ledger) -> None:

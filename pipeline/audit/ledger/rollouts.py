@@ -12,15 +12,13 @@ from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail
 from rollstream.pipeline.audit.offset_table import OffsetRuns
-from rollstream.pipeline.audit.partition_journal import HOPPED, ROLLOUT, SEEN, PartitionJournal, code_of, codes
+from rollstream.pipeline.audit.partition_journal import ROLLOUT, SEEN, PartitionJournal, code_of, codes
 from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.fates import DEAD_LETTERED
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.skipping_reader import records_at
-from rollstream.topics.offset_ranges import from_ranges, to_ranges
 
 _END = 1 << 62
 _IN_FLIGHT = code_of("in_flight")
@@ -61,14 +59,11 @@ class RolloutRecords:
         self.tail = TopicTail(kafka, run, "rollouts")
         self._kafka = kafka
         self._epochs = {number: _LeaderEpochs([], []) for number in range(partitions)}
-        self._passed: dict[int, set[int]] = {number: set() for number in range(partitions)}
-        """By partition, the offsets left out because of a request that grouping has neither followed nor missed yet."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values, except for what the journals' tables hold."""
         epochs = [[number, kept.runs, kept.written_again] for number, kept in self._epochs.items()]
-        passed = [[number, to_ranges(offsets).tolist()] for number, offsets in self._passed.items()]
-        return {"tail": self.tail.state(), "epochs": epochs, "passed": passed}
+        return {"tail": self.tail.state(), "epochs": epochs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -76,51 +71,22 @@ class RolloutRecords:
         for number, runs, written_again in state["epochs"]:
             kept = [(first, epoch) for first, epoch in runs]
             self._epochs[number] = _LeaderEpochs(kept, [(e, first, last) for e, first, last in written_again])
-        self._passed = {number: set(from_ranges(ranges)) for number, ranges in state["passed"]}
 
-    def read(
-        self, journals: Mapping[int, PartitionJournal], requested: Mapping[int, set[int]], topic_id: str
-    ) -> dict[int, set[int]]:
-        """Read new records; return, by partition, the offsets at or after the position that grouping will not fetch.
-
-        `requested` are the offsets that grouping was asked to skip.
-        """
-        waiting = {
-            number: {offset for offset in requested.get(number, ()) if offset >= journal.position}
-            for number, journal in journals.items()
-        }
-        follows = self.tail.follows
-        left_out = {
-            number: {
-                *(offset for offset in waiting[number] if offset >= follows.get(number, 0)),
-                *journal.hopped_from(follows.get(number, 0)),
-            }
-            for number, journal in journals.items()
-        }
+    def read(self, journals: Mapping[int, PartitionJournal], topic_id: str) -> None:
+        """Read new records."""
         run = _Run(journals)
-        for message in self.tail.messages_around(left_out):
+        for message in self.tail.messages():
             self._epochs[message.partition].see(message.offset, message.leader_epoch)
             run.add(message.partition, message.offset, _facts(message))
         run.write()
         for number, journal in journals.items():
             # Compare only within the same topic, because a topic that was created again counts epochs from 0.
             if journal.topic_id == topic_id:
-                self._epochs[number].compare(journal, follows.get(number, 0))
-            # A task reads requests only when it starts, so it may have read the record nevertheless.
-            hopped = journal.hopped_from(0) if self._passed[number] else set()
-            read = {offset for offset in self._passed[number] if offset < journal.position} - hopped
-            around = hopped | waiting[number]
-            for message in records_at(self._kafka, self.tail.topic, number, read, around):
-                run.add(number, message.offset, _facts(message))
-            passed = {offset for offset in waiting[number] if offset < follows.get(number, 0)}
-            self._passed[number] = {offset for offset in passed if not journal.table[offset] & SEEN}
-        run.write()
-        return waiting
+                self._epochs[number].compare(journal, self.tail.follows.get(number, 0))
 
     def judge(
         self,
         journals: Mapping[int, PartitionJournal],
-        left_out: Mapping[int, set[int]],
         begins: Mapping[int, int],
         bounds: Mapping[int, tuple[int, int]],
         topic_id: str,
@@ -143,7 +109,7 @@ class RolloutRecords:
                     )
             records.check_bounds(begins[number])
             records.check_missing()
-            records.sum_up(left_out[number])
+            records.sum_up()
             in_flight += records.in_flight
         try:
             await_decided(self._kafka, self.tail.topic, "the ledger is incomplete", PATIENCE_S)
@@ -185,18 +151,15 @@ class _PartitionRecords:
         self._begin, self._end = bounds
         runs = journal.table.runs()
         # Ignore records that were deleted after they were read.
-        seen = runs.where(runs.values & (SEEN | HOPPED) == SEEN).clipped(self._begin, _END)
+        seen = runs.where(runs.values & SEEN != 0).clipped(self._begin, _END)
         read = seen.clipped(0, journal.position)
         self._unread = seen.clipped(journal.position, _END)
         self._with_fate = read.where(codes(read.values) != 0)
         without = read.where(codes(read.values) == 0)
         self._nowhere = without.clipped(max(journal.base, 0), _END)
         known = journal.known()
-        self._missing_there = known.where(known.values & (SEEN | HOPPED) == 0).clipped(self._begin, _END)
-        self._deleted = known.where(known.values & HOPPED == 0).clipped(0, self._begin)
-        hopped = runs.where(runs.values & HOPPED != 0)
-        settled = hopped.where(codes(hopped.values) == 0).clipped(0, journal.base)
-        self._hopped = hopped.total - settled.total
+        self._missing_there = known.where(known.values & SEEN == 0).clipped(self._begin, _END)
+        self._deleted = known.clipped(0, self._begin)
 
     @property
     def in_flight(self) -> int:
@@ -231,12 +194,12 @@ class _PartitionRecords:
         for offset, fate in journal.named(self._missing_there):
             self._result.problem(f"rollouts[{journal.number}] offset {offset} is {fate} but holds no record")
 
-    def sum_up(self, left_out: set[int]) -> None:
-        """Add the counts of the partition to the ledger; `left_out` are offsets at or after the position."""
+    def sum_up(self) -> None:
+        """Add the counts of the partition to the ledger."""
         journal, result = self._journal, self._result
-        unread = self._unread.total + sum(offset < self._end for offset in left_out)
+        unread = self._unread.total
         deleted, settled = self._deleted.total, sum(journal.before.values())
-        seen = self._with_fate.total + self._nowhere.total + self._hopped
+        seen = self._with_fate.total + self._nowhere.total
         result.unread += unread
         result.pruned += settled + deleted
         result.produced += seen + deleted + settled + unread

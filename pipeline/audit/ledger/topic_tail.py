@@ -1,7 +1,7 @@
 """Reads the new records of a topic, each once, and waits until the records of a committed transaction are visible."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 from rollstream.topics.catalogue import topic_name
@@ -9,7 +9,6 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_around
 
 PATIENCE_S = 3.0
 """How long to wait for records of a committed transaction, which do not appear on all partitions at once."""
@@ -47,19 +46,12 @@ class TopicTail:
         Records after the offset that `upto` has for a partition are yielded again by later calls.
         """
         last = upto or {}
-        for message in self._once(read_to_end(self._kafka, self.topic, start=dict(self.follows))):
+        for message in read_to_end(self._kafka, self.topic, start=dict(self.follows)):
+            if message.offset < self.follows.get(message.partition, 0):
+                continue
             if message.offset <= last.get(message.partition, message.offset):
                 self.follows[message.partition] = message.offset + 1
             yield message
-
-    def messages_around(self, left_out: Mapping[int, Collection[int]]) -> Iterator[KafkaRecord]:
-        """Yield the same records as `messages`, except at the offsets in `left_out`, which names every partition."""
-        for message in self._once(records_around(self._kafka, self.topic, left_out, dict(self.follows))):
-            self.follows[message.partition] = message.offset + 1
-            yield message
-
-    def _once(self, messages: Iterable[KafkaRecord]) -> Iterator[KafkaRecord]:
-        return (message for message in messages if message.offset >= self.follows.get(message.partition, 0))
 
     def state(self) -> dict[str, Any]:
         """Return positions and skipped records as plain values."""

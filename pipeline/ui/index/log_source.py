@@ -3,7 +3,6 @@
 An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -14,7 +13,6 @@ from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
@@ -36,8 +34,6 @@ OTHERS = (
     "calls",
 )
 """Topics that an index reads besides `rollouts`."""
-DECISION_EVERY_S = 10.0
-"""Time between two looks at whether grouping has skipped or read the offsets that it was asked to skip."""
 POLL_BYTES = 16 * 1024 * 1024
 """Bytes of values at which a poll of an archive ends, whatever number of records was asked for."""
 Positions = Mapping[Place, int]
@@ -86,11 +82,7 @@ class IndexSource(Protocol):
 
 
 class TopicSource:
-    """The topics of a run on its brokers.
-
-    A task reads requests to skip an offset only when it starts, so it may read the offset nevertheless. Until that is
-    decided, the source ends before the offset.
-    """
+    """The topics of a run on its brokers."""
 
     kind = "topics"
 
@@ -104,11 +96,6 @@ class TopicSource:
         # A run of an early release lacks some topics.
         self._names = [name for name in (ROLLOUTS, *OTHERS) if topic_name(run, name) in existing]
         self._followers: dict[bool, TopicFollower] = {}
-        self._undecided: dict[int, int] = {}
-        """By partition of `rollouts`, the first offset that grouping may skip or read."""
-        self._at: dict[Place, int] = {}
-        """By full name and number, the next offset of each partition."""
-        self._decisions_due_s = 0.0
 
     def identity(self) -> dict[str, str]:
         ids = topic_admin.topic_ids(self._kafka, [topic_name(self.run, name) for name in self._names])
@@ -123,39 +110,15 @@ class TopicSource:
 
     def begin(self, positions: Positions) -> None:
         self.close()
-        self._at = {
-            (topic_name(self.run, name), partition): max(low, positions.get((name, partition), low))
-            for (name, partition), (low, _end) in self.bounds().items()
-        }
-        others = {place: at for place, at in self._at.items() if place[0] != topic_name(self.run, ROLLOUTS)}
-        self._follow_rollouts()
-        self._followers[False] = TopicFollower(self._kafka, others)
-
-    def _follow_rollouts(self) -> None:
-        """Read `rollouts` from the next offset of each partition on."""
-        topic = topic_name(self.run, ROLLOUTS)
-        starts = {place: at for place, at in self._at.items() if place[0] == topic}
-        left_out = never_fetched(self._kafka, self.run)
-        skipped = never_fetched(self._kafka, self.run, ahead=False) if left_out else {}
-        undecided = {}
-        for partition, offsets in left_out.items():
-            open_ones = [o for o in offsets - skipped.get(partition, set()) if o >= starts[topic, partition]]
-            undecided.update({partition: min(open_ones)} if open_ones else {})
-        around = {(topic, partition): offsets for partition, offsets in left_out.items()}
-        self._followers[True] = TopicFollower(self._kafka, starts, left_out=around)
-        self._undecided, self._decisions_due_s = undecided, time.monotonic() + DECISION_EVERY_S
+        starts: dict[bool, dict[Place, int]] = {True: {}, False: {}}
+        for (name, partition), (low, _end) in self.bounds().items():
+            place = topic_name(self.run, name), partition
+            starts[name == ROLLOUTS][place] = max(low, positions.get((name, partition), low))
+        for rollouts, places in starts.items():
+            self._followers[rollouts] = TopicFollower(self._kafka, places)
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
-        if rollouts and self._undecided and time.monotonic() > self._decisions_due_s:
-            before = self._followers[True]
-            self._follow_rollouts()
-            before.close()
-        records = self._followers[rollouts].poll(most, wait_s)
-        if rollouts and self._undecided:
-            records = [r for r in records if r.offset < self._undecided.get(r.partition, r.offset + 1)]
-        for record in records:
-            self._at[record.topic, record.partition] = record.offset + 1
-        return records
+        return self._followers[rollouts].poll(most, wait_s)
 
     def ends(self) -> Positions:
         prefix = len(topic_name(self.run, ROLLOUTS)) - len(ROLLOUTS)
@@ -163,7 +126,6 @@ class TopicSource:
             (topic[prefix:], partition): end
             for follower in self._followers.values()
             for (topic, partition), end in follower.ends.items()
-            if topic[prefix:] != ROLLOUTS or partition not in self._undecided
         }
 
     def close(self) -> None:

@@ -13,8 +13,6 @@ from rollstream.topics.kafka.records import KafkaRecord, Place
 class ArchivedLog:
     """The records in an archive when it is opened; to observe later records, create a new ArchivedLog."""
 
-    left_out: Mapping[int, set[int]] = {}
-
     def __init__(self, archive: str, run: str) -> None:
         """Raises ConfigurationError if the archive does not contain the run."""
         self._source, self._run = ArchiveSource(open_store(archive), run), run

@@ -211,7 +211,6 @@ def test_a_batch_that_no_grouping_process_cut_is_named_with_its_field(changes: d
 NO_JOURNAL: list[tuple[dict[str, Any], str]] = [
     ({"admitted": np.array([0, 2**60], "<i8")}, "admitted holds an invalid first offset or count"),
     ({"unfinished": np.array([0, 2**24, 2**24, 1], "<i8")}, "unfinished has more than 16777216 offsets"),
-    ({"hopped": (5,)}, "hopped holds 1 numbers, which are not pairs"),
     ({"delivered": np.array([-1, 1], "<i8")}, "delivered holds an invalid first offset or count"),
     ({"finished": (FinishedOffsets(fate="lost", runs=np.array([0, 1], "<i8")),)}, "the unknown fate 'lost'"),
     ({"drops": (Drop(offset=-1, reason="late", environment="env"),)}, "a drop at an invalid offset"),

@@ -71,8 +71,6 @@ def test_a_curve_keeps_its_sums_when_its_spans_widen() -> None:
 class ManyRollouts:
     """A log of rollouts alone, in memory."""
 
-    left_out: Mapping[int, set[int]] = {}
-
     def __init__(self, rollouts: int) -> None:
         self.records = [
             KafkaRecord("r.rollouts", 0, offset, timestamp_ms=1000 + offset, value=encode(example_rollout("u", offset)))

@@ -123,7 +123,6 @@ def test_the_prefix_of_a_registry_changes_nothing(log: Log) -> None:
 def test_logs_of_these_tables_meet_every_fate() -> None:
     random = Random(0)
     missing = {*DROP_REASONS, "batched", "dead_lettered", "control", "delivered in parts"}
-    missing -= {"skipped"}  # An operator causes it, not the log (test_skipped_offsets).
     for _ in range(400):
         steps = random.choices(draw.step_table(tuple(MAKERS)), k=50)
         log = Log.of(random.choice(draw.config_table(tuple(MAKERS))), [(events, "") for events in steps])

@@ -1,4 +1,4 @@
-"""Skipped records are left out unread, recorded, and left out again whenever the log is folded again."""
+"""Skipped records become dead letters undecoded, on record, and again whenever the log is folded again."""
 
 import re
 
@@ -6,21 +6,24 @@ import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.refold import skips_in
+from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.keys import encode_key
-from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import Mark, Rollout, same
+from rollstream.topics.records import Mark, Rollout, SkippedOffset, same
 from rollstream.topics.rl_examples import RLExample
-from tests.support.pairs import driver, pair, reasons, uids
+from tests.simulation.installation import World, installed
+from tests.support.modelled_run import KAFKA, RUN, ModelledRun
+from tests.support.pairs import driver, fates, pair, uids
 
 NEWER = Mark(
     kind="configuration",
@@ -32,7 +35,7 @@ NEWER = Mark(
 
 
 def with_a_skipped_mark() -> GroupingTestDriver:
-    """Return a driver with an open group, a left-out mark of newer code, and records after it, all committed."""
+    """Return a driver with an open group, a skipped mark of newer code, and records after it, all committed."""
     d = driver()
     d.pipe(example_rollout("open-a", 1.0, example_id="open"))
     d.skip(1, "nobody here wrote it")
@@ -42,11 +45,13 @@ def with_a_skipped_mark() -> GroupingTestDriver:
     return d
 
 
-def test_a_skipped_record_is_not_read_and_its_drop_names_the_reason() -> None:
+def test_a_skipped_record_is_not_decoded_and_its_dead_letter_names_the_reason() -> None:
     d = with_a_skipped_mark()
-    assert [(drop.offset, drop.reason, drop.detail) for drop in d.drops] == [(1, "skipped", "nobody here wrote it")]
+    assert [(letter.record, letter.error) for letter in d.dead_letters] == [(d.log[1], "skipped: nobody here wrote it")]
+    assert d.drops == []
     assert uids(d) == [("aftera", "afterb")]
     assert d.fold.config.generation == 0
+    assert fates(d) == {"batched": 2, "dead_lettered": 1}
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -59,19 +64,44 @@ def test_a_skipped_record_stays_skipped_when_it_is_read_again(snapshot: bool) ->
     assert d.fold.in_flight == 1
     d.pipe(example_rollout("open-b", 0.0, example_id="open"))
     assert uids(d) == [("aftera", "afterb"), ("open-a", "open-b")]
-    assert reasons(d) == {1: "skipped"}
+    assert [letter.record.offset for letter in d.dead_letters] == [1]
     d.crash_and_restore()
     assert d.fold.config.generation == 0
 
 
-def test_a_skipped_offset_is_forgotten_once_nothing_before_it_is_in_flight() -> None:
+def test_the_append_time_of_a_skipped_record_counts() -> None:
+    d = driver(group_deadline_s=10.0)
+    d.pipe(example_rollout("open-a", 1.0, example_id="open"))
+    d.skip(1, "a mark")
+    d.pipe(NEWER, at_ms=4_000)
+    d.commit()
+    assert (d.fold.stream_time_ms, d.fold.in_flight) == (4_000, 1)
+    d.crash_and_restore()
+    assert (d.fold.stream_time_ms, d.fold.in_flight) == (4_000, 1)
+    d.pipe(b"nothing", at_ms=10_001)
+    assert d.fold.in_flight == 0
+
+
+def test_each_transaction_names_the_skips_that_a_restore_needs() -> None:
     d = with_a_skipped_mark()
-    assert [*from_ranges(d.journal[-1].hopped)] == [1]
+    assert d.journal[-1].skipped == (1,)
     d.pipe(example_rollout("open-b", 0.0, example_id="open"))
-    assert [*from_ranges(d.journal[-1].hopped)] == []
+    assert d.journal[-1].skipped == (1,), "offset 0 was in flight before this transaction"
+    d.pipe(example_rollout("c", 1.0))
+    assert d.journal[-1].skipped == ()
 
 
-def test_a_refold_leaves_out_the_offsets_that_the_journal_names() -> None:
+def test_a_transaction_names_its_skips_though_nothing_before_is_in_flight() -> None:
+    d = driver()
+    d.skip(0, "a mark")
+    d.pipe(NEWER)
+    pair(d)
+    assert d.commit().skipped == (0,)
+    pair(d, "1")
+    assert d.journal[-1].skipped == ()
+
+
+def test_a_refold_skips_what_the_journal_names() -> None:
     d = with_a_skipped_mark()
     journal = d.journal
     fold = Fold(task_state.restored_state(journal[:1]), BUILT_IN, skips_in(journal))
@@ -79,87 +109,33 @@ def test_a_refold_leaves_out_the_offsets_that_the_journal_names() -> None:
         fold.apply(record)
     output = fold.prepare_commit()
     assert all(same(a, b) for a, b in zip(output.batches, d.batches, strict=True))
-    assert list(output.journal.drops) == d.drops
+    assert [letter.record.offset for letter in output.dead_letters] == [1]
+    assert output.journal.skipped == (1,)
 
 
-def test_a_skipped_record_is_no_dead_letter() -> None:
-    d = driver()
-    d.skip(0, "why not")
-    d.pipe(b"not a record")
-    assert reasons(d) == {0: "skipped"}
-    assert d.dead_letters == []
+# ---------------------------------------------------------------------- a request
 
 
-# ---------------------------------------------------------------------- without the record
-
-
-def hopped(stop: int = 3) -> GroupingTestDriver:
-    """Return a driver with an open group and offsets 1 to `stop` - 1 left out without their records, all committed."""
-    d = driver(group_deadline_s=10.0)
-    d.pipe(example_rollout("open-a", 1.0, example_id="open"))
-    for offset in range(1, stop):
-        d.skip(offset, "a bomb")
-    d.fold.hop(stop)
-    d.commit()
-    return d
-
-
-def test_offsets_are_left_out_without_their_records() -> None:
-    d = hopped()
-    assert d.fold.position == 3
-    assert reasons(d) == {1: "skipped", 2: "skipped"}
-    assert d.fold.hops_ahead() == []
-    d.pipe(InputRecord(3, 0, encode_key("env", "open"), encode(example_rollout("open-b", 0.0, example_id="open"))))
-    assert uids(d) == [("open-a", "open-b")]
-
-
-def test_an_offset_left_out_without_its_record_stays_out_when_the_log_is_read_again() -> None:
-    d = hopped()
-    d.crash_and_restore()
-    assert (d.fold.position, d.fold.in_flight) == (3, 1)
-    fold = Fold(task_state.restored_state(d.journal[:1]), BUILT_IN, skips_in(d.journal))
-    for record in d.log:
-        fold.apply(record)
-    fold.hop(3)
-    output = fold.prepare_commit()
-    assert list(output.journal.drops) == d.drops
-    assert output.journal.position == 3
-
-
-def test_the_append_time_of_a_hopped_record_does_not_count() -> None:
-    d = driver(group_deadline_s=10.0)
-    d.pipe(example_rollout("open-a", 1.0, example_id="open"))
-    d.skip(1, "a bomb")
-    d.pipe(b"a bomb", at_ms=60_000)
-    d.commit()
-    assert (d.fold.stream_time_ms, d.fold.in_flight) == (0, 1)
-
-
-def test_the_append_time_of_a_record_skipped_by_an_earlier_release_keeps_counting() -> None:
-    d = driver(group_deadline_s=10.0)
-    d.fold = Fold(task_state.restored_state(d.journal), BUILT_IN, {1: OffsetSkip("a mark", timed=True)})
-    d.pipe(example_rollout("open-a", 1.0, example_id="open", group_size=3))
-    d.pipe(b"a mark", at_ms=4_000)
-    d.commit()
-    assert (d.fold.stream_time_ms, d.journal[-1].skipped) == (4_000, (1,))
-    assert skips_in(d.journal) == {1: OffsetSkip("a mark", timed=True)}
-    d.crash_and_restore()
-    assert d.fold.stream_time_ms == 4_000
-    fold = Fold(task_state.restored_state(d.journal[:1]), BUILT_IN, skips_in(d.journal))
-    for record in d.log:
-        fold.apply(record)
-    assert list(fold.prepare_commit().journal.drops) == d.drops
-
-
-def test_a_transaction_names_the_offsets_it_left_out_though_nothing_before_is_in_flight() -> None:
-    d = driver()
-    d.skip(0, "a bomb")
-    d.fold.hop(1)
-    record = d.commit()
-    assert [*from_ranges(record.hopped)] == [0]
-    assert skips_in([record]) == {0: OffsetSkip("a bomb")}
-    d.pipe(InputRecord(1, 0, encode_key("env", "0"), encode(example_rollout("a", 1.0))))
-    assert [*from_ranges(d.journal[-1].hopped)] == []
+@pytest.mark.parametrize("follow_request", [True, False])
+def test_a_request_takes_effect_if_a_task_reads_it_before_the_record(follow_request: bool) -> None:
+    world = World()
+    with installed(world):
+        run = ModelledRun(world)
+        run.send()
+        run.group()
+        run.send()
+        offset = run.log("rollouts").end - 2
+        request = SkippedOffset(partition=0, offset=offset, reason="a test")
+        control = run.log("control")
+        run.write("control", encode_key("skip", f"0:{offset}"), encode(request))
+        if not follow_request:
+            control.begin = control.end
+        run.group(batches=2 - follow_request)
+        control.begin = 0
+        book = world.result_of(lambda: ledger(KAFKA, RUN))
+        assert book.problems == []
+        assert (book.batched, book.dead_lettered, book.in_flight) == ((4, 1, 3) if follow_request else (8, 0, 0))
+        assert world.result_of(lambda: verify(KAFKA, RUN)).mismatches == []
 
 
 # ---------------------------------------------------------------------- errors of a task
@@ -174,7 +150,7 @@ def task_of(d: GroupingTestDriver, **settings: int) -> GroupingTask:
     return GroupingTask(d.fold, JournalPointers(0, 0), GrouperConfig(), "test", **settings)
 
 
-def test_a_mark_of_newer_code_names_the_command_that_leaves_it_out() -> None:
+def test_a_mark_of_newer_code_names_the_command_that_skips_it() -> None:
     d = driver()
     with pytest.raises(StateRefused, match=r"upgrade rollstream; .*`rollstream role group skip 0:0 --reason"):
         task_of(d).apply(read(NEWER))
