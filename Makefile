@@ -18,6 +18,8 @@ UV_INSTALL = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDE
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 # Test runs write the names of failed tests here, so that they are in the last line, which is make's error.
 FAILED := $(VENV)/failed-tests
+# Output of the tests without a broker while others run beside them.
+UNIT_LOG := $(VENV)/unit-tests.log
 # With ARGS a part of the tests may have nothing to run: pytest exits with 5.
 OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of tests that ended without a name" >$(FAILED)
 # Expanded once the targets before it are done.
@@ -35,7 +37,7 @@ export FAILED_TESTS = $(abspath $(FAILED))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format docs lock clean
+.PHONY: help setup demo test test-unit test-real test-all run-test beside-unit beside-real run-unit run-real run-all bench kills lint format docs lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,7 +85,8 @@ $(TRL_STAMP): requirements-trl.txt $(STAMP)
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
-test: test-unit test-real ## Run the tests (25 to 35 minutes on two cores), e.g. make test ARGS="-k fold"
+test: run-test ## Run the tests (a quarter of an hour on two cores), e.g. make test ARGS="-k fold"
+	@$(SAY_FAILED)
 
 test-unit: run-unit ## Run the tests that need no broker
 	@$(SAY_FAILED)
@@ -93,6 +96,17 @@ test-real: run-real ## Run the tests on a real Kafka
 
 test-all: run-all ## Run all tests, the long ones too (three to four hours on two cores; installs gigabytes they compare with)
 	@$(SAY_FAILED)
+
+# Tests on a broker wait, and those without one compute: beside each other they take less time than in turns.
+run-test: $(STAMP)
+	@: >$(FAILED)
+	@$(MAKE) --no-print-directory -j2 beside-unit beside-real
+
+beside-unit:
+	@$(UNIT) -m "not long" $(ARGS) >$(UNIT_LOG) 2>&1 $(OR_NAMED); cat $(UNIT_LOG)
+
+beside-real:
+	@$(REAL) -m "not long" $(ARGS) $(OR_NAMED)
 
 run-unit: $(STAMP)
 	@: >$(FAILED)

@@ -5,6 +5,7 @@ Without a broker the tests that need one fail; none of them is skipped.
 
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 
 # All tests run on the CPU, for equal bits everywhere, and so that JAX does not look for a TPU where libtpu is.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests and the processes that they start compile the same small programs; what one compiled, the others load.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 ROOT = Path(__file__).parent
 MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "bench")

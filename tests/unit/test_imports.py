@@ -3,9 +3,8 @@
 import ast
 import graphlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from tests.support.paths import ROOT
 
@@ -53,8 +52,19 @@ def name_of(path: Path) -> str:
     return ".".join(("rollstream", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The imports and calls of a module: all that the rules ask about."""
+    return tuple(node for node in ast.walk(tree(path)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,20 +77,28 @@ def within(name: str, allowed: set[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_point_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    assert [name for name in imports(path) if name.partition(".")[0] in ALLOWED] == [], "import from rollstream"
-    ours = [name for name in imports(path) if name.startswith("rollstream.")]
-    # `from rollstream.topics import logs` names the package and the module; the module decides.
-    bare = {name for name in ours if name.count(".") == 1 and any(other.startswith(f"{name}.") for other in ours)}
-    assert [name for name in ours if name not in bare and not within(name, ALLOWED[package])] == []
+def outside(allowed: set[str]) -> list[Path]:
+    """Modules that are not within these packages."""
+    return [path for path in MODULES if not within(name_of(path), allowed)]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_jax_is_imported_by_the_learner_and_the_models_alone(path: Path) -> None:
-    if not within(name_of(path), set(MAY_IMPORT_JAX)):
-        assert [name for name in imports(path) if name.partition(".")[0] in JAX] == []
+def importing(paths: list[Path], packages: set[str]) -> list[tuple[str, str]]:
+    """Each import of these packages in these modules."""
+    return [(name_of(path), name) for path in paths for name in imports(path) if within(name, packages)]
+
+
+def test_imports_point_one_way() -> None:
+    assert importing(MODULES, set(ALLOWED)) == [], "import from rollstream"
+    for path in MODULES:
+        ours = [name for name in imports(path) if name.startswith("rollstream.")]
+        # `from rollstream.topics import logs` names the package and the module; the module decides.
+        bare = {name for name in ours if name.count(".") == 1 and any(other.startswith(f"{name}.") for other in ours)}
+        allowed = ALLOWED[path.relative_to(ROOT).parts[0]]
+        assert [name for name in ours if name not in bare and not within(name, allowed)] == [], name_of(path)
+
+
+def test_jax_is_imported_by_the_learner_and_the_models_alone() -> None:
+    assert importing(outside(set(MAY_IMPORT_JAX)), set(JAX)) == []
 
 
 def at_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -99,7 +117,7 @@ def test_no_module_waits_for_its_own_import() -> None:
     imported: dict[str, set[str]] = {}
     for name, path in modules.items():
         actual = imported.setdefault(name, set())
-        for node in at_import(ast.parse(path.read_text())):
+        for node in at_import(tree(path)):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     of_package = f"{node.module}.{alias.name}"
@@ -116,13 +134,10 @@ def test_weights_are_published_and_followed_without_the_learner() -> None:
     assert [name for name in imported if within(name, {"rollstream.consumers.learner"})] == []
 
 
-FOLD = [path for path in MODULES if within(name_of(path), {f"{GROUPING}.core", f"{GROUPING}.makers"})]
-
-
-@pytest.mark.parametrize("path", FOLD, ids=name_of)
-def test_the_core_of_grouping_and_its_makers_import_neither_kafka_nor_the_process(path: Path) -> None:
-    beyond = {"confluent_kafka", "rollstream.topics.kafka", f"{GROUPING}.process"}
-    assert [name for name in imports(path) if within(name, beyond)] == []
+def test_the_core_of_grouping_and_its_makers_import_neither_kafka_nor_the_process() -> None:
+    fold = [path for path in MODULES if within(name_of(path), {f"{GROUPING}.core", f"{GROUPING}.makers"})]
+    assert fold
+    assert importing(fold, {"confluent_kafka", KAFKA, f"{GROUPING}.process"}) == []
 
 
 def test_the_pipeline_imports_few_modules_of_grouping() -> None:
@@ -132,15 +147,12 @@ def test_the_pipeline_imports_few_modules_of_grouping() -> None:
     assert imported == IMPORTED_BY_THE_PIPELINE
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_the_kafka_client_is_imported_below_topics_kafka_alone(path: Path) -> None:
-    if not within(name_of(path), {KAFKA}):
-        assert [name for name in imports(path) if name.partition(".")[0] == "confluent_kafka"] == []
+def test_the_kafka_client_is_imported_below_topics_kafka_alone() -> None:
+    assert importing(outside({KAFKA}), {"confluent_kafka"}) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_module_outside_handles_the_messages_of_the_client(path: Path) -> None:
+def test_no_module_outside_handles_the_messages_of_the_client() -> None:
     accessors = {f"message.{name}" for name in ("error", "value", "key", "offset", "partition", "timestamp", "headers")}
-    if not within(name_of(path), {KAFKA}):
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        assert {ast.unparse(call.func) for call in calls} & accessors == set()
+    for path in outside({KAFKA}):
+        calls = {ast.unparse(node.func) for node in nodes(path) if isinstance(node, ast.Call)}
+        assert calls & accessors == set(), name_of(path)

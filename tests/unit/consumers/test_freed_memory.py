@@ -38,6 +38,7 @@ print(json.dumps([full, kept, after, large_did, small_did, again]))
     ],
     ids=["python", "arrow"],
 )
+@pytest.mark.long
 def test_freed_memory_goes_back_once_the_process_has_grown(first: str, block: str) -> None:
     script = FRAGMENTED.format(first=first, block=block)
     answer = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)

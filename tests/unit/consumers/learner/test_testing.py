@@ -12,12 +12,18 @@ from rollstream.consumers.learner.testing import check_loss
 from rollstream.consumers.learner.training.objective import RECIPES, LossRecipe, TokenArrays
 from rollstream.topics.errors import ConfigurationError
 
+SHORT = ("rloo", "ppo_clip")
+"""Losses that are always checked: one of the policy gradient alone, and one with ratios. The others are long."""
 
-@pytest.mark.parametrize("name", RECIPES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in RECIPES]
+)
 def test_every_loss_that_ships_passes(name: str) -> None:
     check_loss(name, **({"length_norm": 4.0} if name == "dr_grpo" else {}))
 
 
+@pytest.mark.long
 def test_a_loss_passes_beside_divergence_entropy_and_weights() -> None:
     check_loss(
         "grpo", kl_coefficient=0.2, entropy_coefficient=0.1, importance_sampling="masked", importance_level="geometric"

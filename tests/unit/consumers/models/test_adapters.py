@@ -46,7 +46,7 @@ def tokens_of(rows: int = 2, length: int = 12) -> tuple[jax.Array, jax.Array, ja
     return tokens, jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.ones_like(tokens)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_model_with_adapters_computes_what_it_does_once_they_are_merged(scanned: bool) -> None:
     params = random_params(MODEL)
     given = {name: jnp.asarray(value) for name, value in params.items()}

@@ -74,7 +74,9 @@ def test_output_and_gradients_are_those_of_the_plain_one(function: Attend, plain
         np.testing.assert_allclose(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("window", [1, 20, 60])
+@pytest.mark.parametrize(
+    "window", [pytest.param(1, marks=pytest.mark.long), 20, pytest.param(60, marks=pytest.mark.long)]
+)
 def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
     plain = output_and_gradients(partial(attention.attend, implementation="plain", window=window))
     np.testing.assert_allclose(plain[0], reference(Q, K, V, SEGMENTS, window), atol=1e-5)
@@ -87,7 +89,7 @@ def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
     np.testing.assert_allclose(once, whole[:, -1], atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.long), 20])
 def test_queries_of_parts_of_rows_attend_as_those_of_whole_rows(window: int) -> None:
     """Parts begin within blocks of keys, as they may where devices share the tokens of rows."""
 
@@ -117,6 +119,7 @@ def test_blocks_never_hold_the_scores_of_a_whole_row(backward: bool) -> None:
     assert temporary_bytes("plain") >= scores
 
 
+@pytest.mark.long
 def test_blocks_look_at_no_keys_but_those_that_a_query_of_the_block_may_see() -> None:
     segments = np.repeat([[1, 2, 3]], [48, 48, 32], axis=1).astype(np.int32)
     values = np.where(segments[..., None, None] == 2, V[:1], np.nan)

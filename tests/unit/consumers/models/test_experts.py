@@ -65,6 +65,7 @@ def test_an_expert_that_no_token_chose_has_no_gradient_and_the_router_has_one() 
         assert bool(np.abs(value).max() > 0) == (expert is None or expert in chosen), name
 
 
+@pytest.mark.long
 def test_the_gradient_is_that_of_differences() -> None:
     params, x = drawn(), jnp.asarray(np.random.default_rng(3).normal(size=(2, 4, 8)), jnp.float32)
 

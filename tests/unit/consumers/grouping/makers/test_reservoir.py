@@ -161,6 +161,7 @@ def seconds_for(held: int, count: int = 400) -> float:
     return best
 
 
+@pytest.mark.long
 def test_a_rollout_costs_the_same_with_a_hundred_times_as_many_held() -> None:
     few, many = seconds_for(200), seconds_for(20_000)
     assert many < 3 * few

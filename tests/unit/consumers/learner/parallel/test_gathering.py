@@ -49,6 +49,7 @@ MATRICES = (512 * 512, 512 * 512, 256 * 512, 256 * 512, 512 * 512, 512 * 1024, 5
 """Sizes of the embedding and of the projections of a block."""
 
 
+@pytest.mark.long
 def test_each_device_receives_the_sum_of_its_share_alone() -> None:
     (shared,) = compiled(Job(meshes=[[2, 4, 1]]))
     assert sizes(shared, "reduce-scatter") == sorted(size // 4 for size in MATRICES)

@@ -48,6 +48,7 @@ def arrays(params: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in params.items()}
 
 
+@pytest.mark.long
 def test_adapters_follow_their_gradient_and_everything_else_stays(train_step: TrainStep) -> None:
     state = train_step.initial_state()
     before = arrays(state.params)
@@ -100,6 +101,7 @@ def test_the_same_steps_have_the_same_digest_and_nothing_compiles_after_the_warm
     assert digests[0] != device_checksum(train_step.initial_state().params)
 
 
+@pytest.mark.long
 def test_a_random_model_is_taught_whole_before_its_adapters_are_trained(train_step: TrainStep) -> None:
     before = arrays(train_step.initial_state().params)
     state, _ = begin(train_step, [EXAMPLE])
@@ -107,6 +109,7 @@ def test_a_random_model_is_taught_whole_before_its_adapters_are_trained(train_st
         assert is_adapter(name) == np.array_equal(before[name], value), name
 
 
+@pytest.mark.long
 def test_adapters_of_a_checkpoint_are_taught_by_its_warm_start(tmp_path: Path) -> None:
     model = without_adapters(CONFIG.model)
     stored = decoder.init(jax.random.key(5), model)

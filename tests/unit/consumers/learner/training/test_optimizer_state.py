@@ -57,6 +57,7 @@ def distances(
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])
+@pytest.mark.long
 def test_a_state_in_bfloat16_learns_as_one_in_float32_does_with_half_the_bytes(name: Any) -> None:
     whole, state = distances("float32", name)
     half, rounded = distances("bfloat16", name)

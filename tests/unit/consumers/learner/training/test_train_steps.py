@@ -12,7 +12,7 @@ from rollstream.consumers.models.parameters import shapes
 from tests.support.mesh_child import CONFIG, rollouts
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.long)], ids=["kept", "recomputed"])
 def test_scanned_layers_train_what_unrolled_ones_do_up_to_rounding_under_the_same_names(remat: bool) -> None:
     deep = replace(CONFIG, minibatches=1, remat=remat, model=replace(CONFIG.model, num_hidden_layers=3))
     draw = np.random.default_rng(3)
@@ -26,6 +26,7 @@ def test_scanned_layers_train_what_unrolled_ones_do_up_to_rounding_under_the_sam
     assert metrics == pytest.approx(others, abs=2e-5)
 
 
+@pytest.mark.long
 def test_the_program_of_many_layers_is_as_long_as_that_of_few_unless_they_are_unrolled() -> None:
     def gradient(layers: int, compiled: Literal["auto", "unrolled"] = "auto") -> Any:
         config = replace(CONFIG, layers=compiled, model=replace(CONFIG.model, num_hidden_layers=layers))

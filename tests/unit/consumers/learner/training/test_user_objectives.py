@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_test_of_the_page_passes() -> None:
     import my_objectives  # type: ignore[import-not-found]
 
