@@ -146,12 +146,12 @@ def schemas_in(folder: "Traversable") -> dict[str, tuple[Schema, ...]]:
 
 
 @cache
-def _by_fingerprint() -> dict[bytes, Schema]:
+def schemas_by_fingerprint() -> dict[bytes, Schema]:
     return {schema.fingerprint: schema for versions in schemas().values() for schema in versions}
 
 
 @cache
-def _types() -> dict[str, type]:
+def record_types() -> dict[str, type]:
     return {cls.__name__: cls for cls in RECORD_TYPES}
 
 
@@ -245,7 +245,7 @@ def schema_of(value: bytes | None) -> Schema | None:
     if value is None or not is_frame(value):
         return None
     begin = _begin(value)
-    return _by_fingerprint().get(value[begin + len(MAGIC) : begin + HEADER_SIZE])
+    return schemas_by_fingerprint().get(value[begin + len(MAGIC) : begin + HEADER_SIZE])
 
 
 def kind_of(value: bytes | None) -> str | None:
@@ -339,7 +339,7 @@ def decode(data: bytes | None) -> Any:
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
     if stream.tell() != len(data) and not _is_signature(data[stream.tell() :]):
         raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
-    return _builder(_types()[schema.record])(cast(dict[str, Any], values))
+    return _builder(record_types()[schema.record])(cast(dict[str, Any], values))
 
 
 def _is_signature(rest: bytes) -> bool:
@@ -375,7 +375,7 @@ def record_of(cls: type[R], values: Any) -> R:
 def decode_as(cls: type[R], data: bytes | None) -> R:
     """Decode a frame that must hold a `cls`. Raises RecordError if it does not."""
     schema = schema_of(data)
-    if schema is not None and not issubclass(_types()[schema.record], cls):
+    if schema is not None and not issubclass(record_types()[schema.record], cls):
         # Not decoded first: records of other types may take much more memory than these.
         raise RecordError(f"the record is of type {schema.record} instead of {cls.__name__}")
     return cast(R, decode(data))

@@ -20,7 +20,7 @@ from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_ste
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import read_steps
 from rollstream.pipeline.batch_run import first_record
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_parser import positive_count, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.text_tables import command_text
@@ -81,7 +81,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     batches.add_argument(
         "--partitions",
-        type=int,
+        type=positive_count,
         metavar="N",
         help="train on batches that the new run makes from rollouts of its own, on N partitions",
     )

@@ -161,7 +161,7 @@ class LocalGateway:
         components = {name: float(value) for name, value in score.components.items()}
         with suppress(SessionClosed, RecordError):  # the reason of the cancellation
             await self._parts.service.reward(session, float(score.reward), components=components, turn_rewards={})
-        finished = await self._finished(session)
+        finished = await self.end(session)
         failure, rollouts = self.failure_of(session), self._written.get(session.name, ())
         self._forget(session)
         if not finished.uids:
@@ -171,7 +171,7 @@ class LocalGateway:
     async def cancel(self, session: CapturedSession, reason: str) -> None:
         """Cancel the episode of a session; return once this is on the log."""
         await self._parts.service.fail(session, reason)
-        await self._finished(session)
+        await self.end(session)
         self._forget(session)
 
     async def try_again(self, session: CapturedSession, reason: str) -> None:
@@ -183,7 +183,7 @@ class LocalGateway:
         """Return where the rollouts of a finished session are."""
         return self._parts.service.written(session)
 
-    async def _finished(self, session: CapturedSession) -> SessionEvent:
+    async def end(self, session: CapturedSession) -> SessionEvent:
         """End a session, and wait until its rollouts, or its cancellation, are on the log."""
         while not await self._parts.service.end(session):
             await asyncio.sleep(_AGAIN_S)

@@ -166,7 +166,7 @@ def test_episodes_that_have_their_score_are_written_and_the_others_cancelled(
                 for session in sessions[:2]:
                     reward = SessionEvent(session=session.name, kind="reward", author="w", scored=True, reward=1.0)
                     append(run, reward)
-                await gateway._parts.service.end(sessions[0])  # its rollouts are written
+                await gateway.end(sessions[0])  # its rollouts are written
         scored = sessions[1]
         append(run, SessionEvent(session=scored.name, kind="end", author="w"))
         (end,) = {end for end in (topic_admin.bounds(kafka, f"{run_name}.rollouts")[p][1] for p in (0, 1)) if end}

@@ -102,7 +102,7 @@ class Restoration:
     def _read(self) -> Generator[None]:
         journal, added = yield from self._read_journal()
         restored = added.state()
-        self._check(restored, added)
+        self.check(restored, added)
         skips = requested_skips(self._kafka, self._run, self.partition, self._reader)
         self._check_end(restored.position, journal.leader_epoch)
         fold = Fold(restored, load_plug_ins(self._grouper), skips)
@@ -170,7 +170,8 @@ class Restoration:
                 yield
         return committed_offset(self._kafka, self._group, self._rollouts, self.partition, self._reader, _ASK_S)
 
-    def _check(self, restored: TaskState, added: JournalAccumulator) -> None:
+    def check(self, restored: TaskState, added: JournalAccumulator) -> None:
+        """Raise StateRefused if the state belongs to another topic, or was written by a newer core version."""
         if restored.topic_id != self._topic_id:
             raise StateRefused(
                 f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "

@@ -273,8 +273,8 @@ def test_a_record_of_an_older_schema_is_read_as_the_newest_record(
     with pytest.raises(RecordError, match="unknown schema fingerprint"):
         decode(written)
     monkeypatch.setattr(codec, "schemas", lambda: versions)
-    monkeypatch.setattr(codec, "_by_fingerprint", codec._by_fingerprint.__wrapped__)
-    monkeypatch.setattr(codec, "_types", lambda: {"Reading": Reading})
+    monkeypatch.setattr(codec, "schemas_by_fingerprint", codec.schemas_by_fingerprint.__wrapped__)
+    monkeypatch.setattr(codec, "record_types", lambda: {"Reading": Reading})
     assert decode(written) == decode_as(Reading, written) == Reading("roof", 20.0)
     assert decode(encode(Reading("roof", 4.5))) == Reading("roof", 4.5)
     assert encode(Reading("roof", 4.5))[len(MAGIC) : HEADER_SIZE] == newer.fingerprint

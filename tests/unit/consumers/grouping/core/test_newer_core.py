@@ -82,7 +82,7 @@ def test_a_journal_that_a_newer_core_wrote_is_refused_by_name_when_it_is_restore
     kafka, skipped, no_reader = KafkaConfig(), SkippedRecords(logged=False), cast(Reader, None)
     restoration = Restoration(kafka, "main", 0, 1, "id", GrouperConfig(), skipped, no_reader)
     with pytest.raises(StateRefused, match=f"core version {CORE_VERSION + 1}, but this release has .*; upgrade"):
-        restoration._check(added.state(), added)
+        restoration.check(added.state(), added)
     monkeypatch.setattr(refold, "read_journal", lambda *_: [(0, newer)])
     with pytest.raises(StateRefused, match=f"run main was cut by core version {CORE_VERSION + 1}.*release that cut"):
         refold.journal_of(kafka, "main", 0, skipped)
