@@ -86,7 +86,7 @@ def test_a_killed_worker_started_again_cancels_the_episodes_it_had_begun(
         "worker.groups": 2,
     }
     pairs = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-P", "-m", "rollstream", "env", "--run", run_name, *pairs]
+    command = [sys.executable, "-P", "-m", "rollstream", "role", "env", "--run", run_name, *pairs]
     errors = tmp_path / "worker.log"
 
     def calls() -> set[str]:

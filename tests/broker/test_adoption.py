@@ -27,6 +27,7 @@ def processes(run: SteeredRun) -> dict[str, list[int]]:
     return {role: sorted(run.pids(role)) for role in ROLES}
 
 
+@pytest.mark.long
 def test_an_overseer_that_is_started_again_adopts_what_runs(overseen: SteeredRun) -> None:
     run = overseen
     run.start()

@@ -92,6 +92,7 @@ def scale_to(run: RealRun, supervised: tuple[Supervisor, GroupScaler], lag: floa
     eventually(lambda: members(run.kafka, group) == processes, SESSION_S / 2, f"{processes} members of the group")
 
 
+@pytest.mark.long
 def test_processes_come_and_go_with_the_lag_leave_the_group_and_come_back_under_their_ordinals(
     run: RealRun, supervised: tuple[Supervisor, GroupScaler]
 ) -> None:

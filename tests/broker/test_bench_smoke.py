@@ -72,6 +72,7 @@ def settings_of(kafka: KafkaConfig, directory: Path, **changes: int) -> Settings
     return Settings(kafka=kafka, directory=directory, partitions=2, repetitions=1, poll_records=32, **changes)
 
 
+@pytest.mark.long
 def test_latency_is_measured_though_the_broker_is_slower_than_the_rate(broker: str, tmp_path: Path) -> None:
     # The queue has room for only a few rollouts, so it is full as with a busy broker.
     kafka = KafkaConfig(bootstrap_servers=broker, client={"queue.buffering.max.kbytes": "64"})

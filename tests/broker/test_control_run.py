@@ -157,6 +157,7 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
         assert len(buffer) == trajectories["records"] > 2
 
 
+@pytest.mark.long
 def test_a_collector_that_somebody_else_stops_is_started_again_and_the_run_goes_on(run: RealRun) -> None:
     running = start(run, collect__trajectories=0)
     log = run.directory / "runs" / run.name / "logs" / "collect-0.log"

@@ -4,6 +4,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
 from rollstream.producers.prompt_order import PromptOrder
 from rollstream.topics.records import MixtureState, Rollout
 from tests.support.producing import SortingGenerator, serving
@@ -153,6 +155,7 @@ def drawn_of(state: MixtureState) -> dict[str, int]:
     return {each.environment: each.drawn for each in state.environments}
 
 
+@pytest.mark.long
 def test_lessons_and_weights_follow_what_the_policy_learns_and_outlive_a_killed_worker(real_run: RealRun) -> None:
     run = real_run.prepare()
     (run.directory / "sorts.py").write_text(SORTS)

@@ -5,6 +5,8 @@ import subprocess
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
 from rollstream.topics.config import KafkaConfig
@@ -40,6 +42,7 @@ class Letters:
 '''
 
 
+@pytest.mark.long
 def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with_default_settings(
     broker: str, run_name: str, tmp_path: Any
 ) -> None:

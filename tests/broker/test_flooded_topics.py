@@ -178,6 +178,7 @@ def test_a_report_is_written(run: RealRun) -> None:
 
 
 @BOTH
+@pytest.mark.long
 def test_every_follower_of_the_run_reads_to_the_end(run: RealRun, tmp_path: Path) -> None:
     kafka, name = run.kafka, run.name
     with JournalTailer(kafka, name) as tailer:

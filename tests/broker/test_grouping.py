@@ -190,7 +190,7 @@ def test_a_group_that_stays_incomplete_ends_at_its_deadline_though_nothing_else_
     assert DROPPED == "dropped"
 
 
-def test_a_drain_cuts_what_is_sealed_and_leaves_what_is_open(real_run: RealRun) -> None:
+def test_a_drain_cuts_what_is_sealed_and_cancels_what_is_open(real_run: RealRun) -> None:
     real_run.grouping = type(real_run.grouping)(batch_rollouts=400, max_batch_age_s=500.0)
     real_run.prepare()
     real_run.start("group")
@@ -199,7 +199,7 @@ def test_a_drain_cuts_what_is_sealed_and_leaves_what_is_open(real_run: RealRun) 
     real_run.send(groups(0, 3) + groups(50, 1)[:2])
     drain(real_run.kafka, real_run.name, real_run.grouper, 60)
     result = ledger(real_run.kafka, real_run.name)
-    assert (result.batched, result.in_flight) == (12, 2), result.as_dict()
+    assert (result.batched, result.in_flight, result.dropped) == (12, 0, {"cancelled": 2}), result.as_dict()
 
 
 def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recovered(real_run: RealRun) -> None:

@@ -22,6 +22,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end, record_at
 from tests.support import hostile, planted
+from tests.support.command_line import in_full
 from tests.support.planted import Planted
 from tests.support.runs import RealRun
 
@@ -49,7 +50,7 @@ def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant
 def call(run: Planted, *words: str) -> int:
     where = () if "--run" in words else ("--run", run.run.name)
     data = ("--set", f"data_dir={run.run.directory}")
-    return main([*words, *where, "-b", run.run.kafka.bootstrap_servers, *data])
+    return main([*in_full(words), *where, "-b", run.run.kafka.bootstrap_servers, *data])
 
 
 def strict(text: str) -> Any:

@@ -87,6 +87,7 @@ def client(run: RealRun) -> Iterator[openai.OpenAI]:
         yield asks
 
 
+@pytest.mark.long
 def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
     client: openai.OpenAI, tokenizer: TokenizerFile
 ) -> None:

@@ -151,6 +151,7 @@ def assert_starts(data: Path, environment: dict[str, str]) -> None:
     assert {path.name for path in cache_dir(environment).glob("*.jar")} == {jar.name for jar in locked_jars()}
 
 
+@pytest.mark.long
 def test_a_broker_starts_where_there_is_nothing_but_python(tmp_path: Path) -> None:
     java = find_java(os.environ, packaged_java()).runtime
     assert java is not None
@@ -271,6 +272,7 @@ def test_a_broker_started_by_command_outlives_it_and_is_found_by_its_data(tmp_pa
         send(process, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_broker_that_crashed_is_not_found(tmp_path: Path) -> None:
     broker = LocalBroker.start(tmp_path)
     process = identity(broker)
@@ -288,6 +290,7 @@ def test_an_address_in_the_environment_starts_nothing(tmp_path: Path, monkeypatc
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.long
 def test_a_look_at_a_missing_topic_does_not_create_it_where_brokers_create_topics(tmp_path: Path) -> None:
     config = BrokerConfig(data_dir=tmp_path, properties={"auto.create.topics.enable": "true"})
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:

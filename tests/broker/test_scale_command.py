@@ -162,6 +162,7 @@ def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
             eventually(lambda: ledger(run.kafka, run.name).batched == before + 48, 120, "all of it in batches")  # noqa: B023
 
 
+@pytest.mark.long
 def test_grouping_follows_commands_begins_with_them_again_and_reads_everything_once(run: RealRun) -> None:
     grouping(run, ["group-0"], 3, 2)
     grouping(run, ["group-0", "group-1"], 2)

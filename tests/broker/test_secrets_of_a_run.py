@@ -200,7 +200,8 @@ _KINDS = ("topic", "group", "transactionalId")
 def role_of(process: psutil.Process) -> str:
     """Role of a process of the run by its command line; empty for others, such as helpers of a pool."""
     words = process.cmdline()
-    command = words[words.index("rollstream") + 1] if "rollstream" in words else ""
+    commands = words[words.index("rollstream") + 1 :] if "rollstream" in words else [""]
+    command = commands[1] if commands[0] == "role" else commands[0]
     return {"ui": "page"}.get(command, command)
 
 

@@ -70,6 +70,7 @@ def produce(run: RealRun) -> None:
     assert producer.flush(120) == 0
 
 
+@pytest.mark.long
 def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so
         assert describing.result(60) == provisioning.describe(run.kafka, run.name)
 
 
+@pytest.mark.long
 def test_readers_read_on(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def answer(planted: Planted, *words: str) -> Any:
     return json.loads("\n".join(lines(planted, *words, "--json")))
 
 
+@pytest.mark.long
 def test_a_report_has_the_figures_of_the_commands(planted: Planted, tmp_path: Path) -> None:
     book = answer(planted, "ledger")
     assert lines(planted, "report", "-o", str(tmp_path / "report.html")) == [str(tmp_path / "report.html")]

@@ -169,6 +169,7 @@ def churn(run: RealRun, versions: int, followers: int) -> None:
     assert {manifest.kind for manifest in read_manifests(run.kafka, run.name).values()} == {"full", "delta"}
 
 
+@pytest.mark.long
 def test_followers_that_come_and_go_hold_whole_versions_while_the_log_is_compacted(run: RealRun) -> None:
     churn(run, 15, 3)
 

@@ -32,6 +32,7 @@ def address(archive: Path, tmp_path: Path) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.long
 def test_any_number_of_open_pages_follow_a_run(address: str, archive: Path, browser: Browser) -> None:
     """A browser opens six connections to a server, and an event stream occupies one as long as a page is open."""
     pages = [visit(browser, address).page]
@@ -92,6 +93,7 @@ def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, brows
     seen.page.context.close()
 
 
+@pytest.mark.long
 def test_a_chart_that_is_zoomed_stays_so_when_steps_are_added(address: str, archive: Path, browser: Browser) -> None:
     archive_run(archive, 20, run="first")
     seen = visit(browser, address)

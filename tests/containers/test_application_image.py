@@ -64,6 +64,7 @@ def whole_image(kafka_image: str) -> str:
     return WHOLE
 
 
+@pytest.mark.long
 def test_the_command_runs_without_root_on_a_read_only_root(core_image: str) -> None:
     contained = ("run", "--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none")
     assert docker(*contained, core_image, "--version").startswith("rollstream ")

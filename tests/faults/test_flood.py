@@ -56,6 +56,7 @@ def send(run: RealRun, flood: Flood) -> int:
 @pytest.mark.parametrize(
     "records", [pytest.param(4_000, id="4000"), pytest.param(RECORDS, marks=pytest.mark.long, id="long")]
 )
+@pytest.mark.long
 def test_a_flood_of_hostile_records_ends_nothing_and_every_record_has_its_place(
     fault_run: RealRun, records: int
 ) -> None:

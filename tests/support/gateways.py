@@ -70,7 +70,7 @@ def gateway(
     command = ("-c", script) if script else ("-m", "rollstream")
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", *command, "gateway", "--run", run, *pairs, *flags],
+            [sys.executable, "-P", *command, "role", "gateway", "--run", run, *pairs, *flags],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

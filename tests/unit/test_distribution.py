@@ -105,6 +105,7 @@ def test_the_wheel_installs_with_pip_into_an_empty_environment_and_answers(insta
         assert answer.startswith(("rollstream 0.1.0", f"usage: {' '.join(command)}"))
 
 
+@pytest.mark.long
 def test_users_own_files_of_our_folders_names_do_not_matter(installation: Path, tmp_path: Path) -> None:
     for name in ("infra", "consumers"):
         (tmp_path / name).mkdir()

@@ -53,6 +53,7 @@ def test_every_example_is_a_configuration_without_contradiction(path: Path) -> N
     assert load(path).run
 
 
+@pytest.mark.long
 def test_a_step_on_what_the_model_itself_sampled_changes_it_and_starts_from_its_checkpoint(small: RunConfig) -> None:
     learner, tokenizer = resolved(small.learner), tokenizer_of(small.learner)
     task = create_task(small.task, small.tasks)

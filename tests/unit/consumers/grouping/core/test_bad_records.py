@@ -112,8 +112,8 @@ def test_a_mistake_of_ours_ends_the_task(monkeypatch: pytest.MonkeyPatch, place:
         task.apply(InputRecord(offset, 0, key, value))
     monkeypatch.undo()
     assert raised.value.__notes__ == [
-        f"offset {offset} of rollouts[0] ends grouping; fix the cause, or if that is not possible, have the record "
-        f"left out: `rollstream role group skip 0:{offset} --reason ...`"
+        f"offset {offset} of rollouts[0] ends grouping; fix the cause, or if that is not possible, skip the record: "
+        f"`rollstream role group skip 0:{offset} --reason ...`"
     ]
     assert (d.drops, d.dead_letters) == ([], [])
 

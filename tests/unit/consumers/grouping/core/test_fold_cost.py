@@ -51,6 +51,7 @@ def seconds_with(open_groups: int) -> float:
     return best
 
 
+@pytest.mark.long
 def test_a_record_costs_the_same_with_a_hundred_times_the_open_groups() -> None:
     few, many = seconds_with(40), seconds_with(4_000)
     assert many < 3 * few

@@ -220,6 +220,7 @@ FULL = st.builds(
 
 
 @given(record=FULL, limit=st.integers(1, 2_000))
+@pytest.mark.long
 def test_the_parts_of_a_record_hold_its_lists_within_their_limit(record: JournalRecord, limit: int) -> None:
     parts = split_record(record, limit)
     assert [part.sequence for part in parts] == list(range(record.sequence, record.sequence + len(parts)))

@@ -101,6 +101,7 @@ def by_two_processes(layout: list[int], directory: Path) -> list[dict[str, np.nd
     return collected
 
 
+@pytest.mark.long
 def test_two_processes_of_two_devices_train_what_one_does_with_as_much_padding(
     eight_devices: dict[str, np.ndarray], tmp_path: Path
 ) -> None:

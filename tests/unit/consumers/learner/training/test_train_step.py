@@ -285,6 +285,7 @@ def one_by_one(params: Mapping[str, jax.Array], model: DecoderConfig, sequences:
     return np.array(collected)
 
 
+@pytest.mark.long
 def test_a_teacher_of_another_shape_is_read_beside_the_policy(teacher_directory: Path) -> None:
     loss = LossConfig(reward_coefficient=0.0, distillation_coefficient=1.0, entropy_coefficient=0.0)
     config = replace(CONFIG, loss=loss, teacher=str(teacher_directory))

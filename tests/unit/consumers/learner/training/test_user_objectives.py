@@ -100,6 +100,7 @@ def test_a_checkpoint_tells_other_code(folder: Path) -> None:
     assert "code" not in fingerprint(LearnerConfig())
 
 
+@pytest.mark.long
 def test_an_installed_package_names_a_loss_by_an_entry_point(folder: Path) -> None:
     information = folder / "my_package-1.0.dist-info"
     information.mkdir()
