@@ -140,6 +140,7 @@ def test_a_run_ends_when_its_players_have_returned_and_sends_their_last_steps(ru
     assert (trajectories["records"], trajectories["fillers"]["fill"]["waiting"]) == (8, 0)
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: RealRun) -> None:
     running = start(run, collect__trajectories=0)
     eventually(lambda: list((run.directory / "windows").glob("**/*.npz")), 60, "something is filled in")

@@ -188,6 +188,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, 
     assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(p))]
 
 
+@pytest.mark.long
 def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path) -> None:
     demo = start("demo", "--data", str(tmp_path))
     parent = psutil.Process(demo.pid)

@@ -132,6 +132,7 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert book["batched"] == 0
 
 
+@pytest.mark.long
 def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRun) -> None:
     follower = run.start("ledger", "--follow", "0.2")
     groupers = [run.start("group", "--ordinal=0"), run.start("group", "--ordinal=1")]

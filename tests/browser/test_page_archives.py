@@ -50,6 +50,7 @@ def test_any_number_of_open_pages_follow_a_run(address: str, archive: Path, brow
     pages[1].context.close()
 
 
+@pytest.mark.long
 def test_pages_of_any_number_of_runs_are_open_together(tmp_path: Path, browser: Browser) -> None:
     """All runs share one event stream, and a run that the server does not have ends it for no other."""
     runs = [f"run-{number}" for number in range(7)]

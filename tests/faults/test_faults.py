@@ -97,6 +97,7 @@ def test_two_groupers_become_four_become_one_under_load(fault_run: RealRun) -> N
     assert_promises(run, load)
 
 
+@pytest.mark.long
 def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_run: RealRun) -> None:
     run = fault_run.prepare()
     zombie, other = grouper(run, 0), grouper(run, 1)
