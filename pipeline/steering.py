@@ -18,7 +18,7 @@ from rollstream.producers.mixture_states import environments_played
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, RecordError, TopicError
+from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key
@@ -57,11 +57,7 @@ def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
 
 def check_run(kafka: KafkaConfig, run: str) -> None:
     """Raise TopicError, which names a run of a similar name, if there is no such run."""
-    try:
-        topic_admin.partitions_of(kafka, topic_name(run, "control"))
-    except TopicError:
-        # A run of an early release has no topic `control`.
-        topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+    topic_admin.partitions_of(kafka, topic_name(run, "control"))
 
 
 def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:

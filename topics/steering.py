@@ -6,7 +6,6 @@ machine, and also processes that start later.
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
@@ -128,44 +126,33 @@ class SteeringWatch(Closing):
     """Follows the decisions about a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        """Read the present state, which is empty for a run without `control`. Raises BrokerUnavailable."""
+        """Read the present state. Raises TopicError or BrokerUnavailable."""
         self.state = DesiredState()
         """The decisions in force, as far as they were read."""
         self._skipped = SkippedRecords(logged=False)
-        self._follower: TopicFollower | None = None
         # The present records are read first; otherwise a withdrawn decision would apply for a moment.
-        with suppress(TopicError):  # A run of an early release has no topic `control`.
-            self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
-
-    @property
-    def follows(self) -> bool:
-        """Whether the run has the topic `control`."""
-        return self._follower is not None
+        self._follower: TopicFollower = read_then_follow(kafka, topic_name(run, "control"), self._note)
 
     def poll(self, wait_s: float = 0.0) -> bool:
         """Process new records; return whether there were any. Raises TopicError or BrokerUnavailable."""
-        messages = self._follower.poll(_AT_ONCE, wait_s) if self._follower else []
+        messages = self._follower.poll(_AT_ONCE, wait_s)
         for message in messages:
             self._note(message)
         return bool(messages)
 
     def close(self) -> None:
         """Stop following."""
-        if self._follower is not None:
-            self._follower.close()
+        self._follower.close()
 
     def _note(self, message: KafkaRecord) -> None:
         self.state.note(message, self._skipped)
 
 
 def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
-    """Return the decisions in force about a run; none for a run without `control`. Raises BrokerUnavailable."""
+    """Return the decisions in force about a run. Raises TopicError or BrokerUnavailable."""
     state, skipped = DesiredState(), SkippedRecords(logged=False)
-    try:
-        for message in read_to_end(kafka, topic_name(run, "control")):
-            state.note(message, skipped)
-    except TopicError:
-        return DesiredState()
+    for message in read_to_end(kafka, topic_name(run, "control")):
+        state.note(message, skipped)
     return state
 
 

@@ -48,8 +48,6 @@ class SteeringFollower(Closing):
         if self._watch is None:
             self._watch = SteeringWatch(self._kafka, self._run)
             self._take(self._watch.state)
-        elif not self._watch.follows:
-            self._closing.wait(_PAUSE_S)
         elif self._watch.poll(_POLL_S):
             self._take(self._watch.state)
 

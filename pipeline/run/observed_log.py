@@ -11,7 +11,7 @@ from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import KafkaRecord, Place
 
 OBSERVED = ("rollouts", "journal", "batch-index", "steps", "policies", "metrics", "control")
-"""Topics that an observer follows, by their names in the catalogue; a run of an early release lacks `control`."""
+"""Topics that an observer follows, by their names in the catalogue."""
 _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 
 

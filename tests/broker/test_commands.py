@@ -14,7 +14,7 @@ import pytest
 from rollstream.producers.mixture_states import MixtureStates
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients
 from rollstream.topics.records import EnvironmentState
 from tests.support.command_line import in_full
 
@@ -126,14 +126,3 @@ def test_all_environments_are_shown_with_the_weights_in_force_and_their_pauses(
         "chess": {"weight": None, "paused": None},
         "sort": {"weight": 0.5, "paused": "it hangs"},
     }
-
-
-def test_a_run_of_an_early_release_has_no_decisions(broker: str, run_name: str) -> None:
-    json_of(rollstream(broker, "topics", "apply", "--run", run_name, "--json"))
-    assert topic_admin.delete_topics(KafkaConfig(bootstrap_servers=broker), [f"{run_name}.control"]) == {}
-    for command, answer in (
-        (("stop",), {"stop_at_step": None, "drain": None}),
-        (("scale",), {}),
-        (("environment", "show"), {"paused": {}, "weights": {}}),
-    ):
-        assert json_of(rollstream(broker, *command, "--run", run_name, "--json")).items() >= answer.items()

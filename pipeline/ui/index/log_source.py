@@ -90,11 +90,8 @@ class TopicSource:
         self.run = run
         self._kafka = kafka
         clients.check_broker(kafka)
-        existing = set(topic_admin.topic_names(kafka))
-        if topic_name(run, ROLLOUTS) not in existing:
-            topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
-        # A run of an early release lacks some topics.
-        self._names = [name for name in (ROLLOUTS, *OTHERS) if topic_name(run, name) in existing]
+        topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
+        self._names = [ROLLOUTS, *OTHERS]
         self._followers: dict[bool, TopicFollower] = {}
 
     def identity(self) -> dict[str, str]:

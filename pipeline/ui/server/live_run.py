@@ -164,7 +164,7 @@ class LiveRun:
         try:
             bounds = topic_admin.bounds(self._config.kafka, topic_name(self.name, "calls"))
         except RollstreamError:
-            return  # The next check may succeed; a run of an early release has no such topic.
+            return  # The next check may succeed.
         calls = sum(end for _begin, end in bounds.values())
         if calls != self._calls:
             self._calls = calls

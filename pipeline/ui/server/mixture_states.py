@@ -11,7 +11,7 @@ from rollstream.topics.steering import DesiredState, desired_state
 
 
 def mixture(config: RunConfig) -> dict[str, Any]:
-    """Return the newest state of each worker's mixture; a run of an early release has recorded none."""
+    """Return the newest state of each worker's mixture."""
     newest = newest_states(config.kafka, config.run)
     wanted = desired_state(config.kafka, config.run)
     states = [newest[name] for name in sorted(newest)]

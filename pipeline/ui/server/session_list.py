@@ -14,7 +14,6 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, TopicError
-from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -79,13 +78,8 @@ class SessionList:
 
 
 def read_sessions(kafka: KafkaConfig, run: str) -> SessionList:
-    """Read the sessions of a run; a run of an early release, which lacks their topic, has none."""
-    topic = topic_name(run, "calls")
-    try:
-        topic_admin.partitions_of(kafka, topic)
-    except TopicError:
-        return SessionList(())
-    return SessionList(read_to_end(kafka, topic))
+    """Read the sessions of a run. Raises TopicError or BrokerUnavailable."""
+    return SessionList(read_to_end(kafka, topic_name(run, "calls")))
 
 
 def reading_of(kafka: KafkaConfig, run: str) -> Reading:

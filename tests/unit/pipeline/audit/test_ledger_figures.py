@@ -81,6 +81,6 @@ def test_environments_whose_evaluations_have_the_same_uids_are_both_counted() ->
     ],
 )
 def test_letters_of_rollouts_are_counted_those_of_trajectories_are_not(topic: bytes | None, counted: bool) -> None:
-    """A restored run has letters that name the run they were written in; letters of early releases name no topic."""
+    """A restored run has letters that name the run they were written in."""
     assert of_rollouts({"__streams.errors.topic": topic}) is counted
     assert of_rollouts({}) is True
