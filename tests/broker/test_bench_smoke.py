@@ -20,6 +20,7 @@ from tests.support.runs import RealRun
 @pytest.mark.parametrize(
     "name", ["codec", *(pytest.param(name, marks=pytest.mark.long) for name in ROWS if name != "codec")]
 )
+@pytest.mark.long
 def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(
     name: str, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

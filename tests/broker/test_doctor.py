@@ -87,6 +87,7 @@ def test_rights_of_roles_that_share_a_principal_are_no_fault(secured: SecuredBro
         assert finding["remedy"].startswith(command)
 
 
+@pytest.mark.long
 def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: RealRun, tmp_path: Path) -> None:
     address, run = real_run.kafka.bootstrap_servers, real_run.name
 

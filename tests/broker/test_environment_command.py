@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from rollstream.topics.records import GroupCancelled, Rollout
 from tests.broker.test_curriculum import SORTS
 from tests.support.command_line import answer_of
@@ -83,6 +85,7 @@ def await_log(run: RealRun, process: "subprocess.Popen[bytes]", holds: Callable[
     eventually(there, 120, what)
 
 
+@pytest.mark.long
 def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted(real_run: RealRun) -> None:
     run = real_run.prepare()
     (run.directory / "sorts.py").write_text(SORTS.replace("sleep(0.05)", "sleep(0.3)"))  # so that topics stay small

@@ -58,8 +58,8 @@ class Reader:
             program, *words = shlex.split(self.here(line))
             if line == BROKER:
                 continue
-            if words[0] == "group":
-                self.run.start(*words[:1], *words[3:])
+            if words[:2] == ["role", "group"]:
+                self.run.start(words[1], *words[4:])
             elif program == "python":
                 outputs.append(self.does(sys.executable, "-W", "error", *words))
             else:

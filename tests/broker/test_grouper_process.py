@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from confluent_kafka.admin import NewPartitions
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
@@ -100,6 +101,7 @@ def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -
     )
 
 
+@pytest.mark.long
 def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_so(real_run: RealRun) -> None:
     """This happens if the broker ends a transaction that outlived its timeout just before the process must end."""
     run = real_run.prepare()

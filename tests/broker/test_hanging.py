@@ -203,6 +203,7 @@ def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
     assert open_one.start == 2
 
 
+@pytest.mark.long
 def test_where_nobody_answers_the_error_says_that_it_could_not_look() -> None:
     nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1")
     assert "cannot be determined (no Kafka broker answers" in hanging_transactions.open_on(nobody, "main.journal", [0])

@@ -4,6 +4,7 @@ import os
 import signal
 
 import psutil
+import pytest
 
 from tests.browser.served_run import url_of
 from tests.support.page import PageClient
@@ -13,6 +14,7 @@ from tests.support.waiting import eventually
 KILLS = 2
 
 
+@pytest.mark.long
 def test_the_process_that_fills_an_index_is_killed_and_another_goes_on(real_run: RealRun) -> None:
     run = real_run.prepare()
     served = run.start("ui")

@@ -131,6 +131,7 @@ def test_the_models_card_has_what_clients_ask_it_for(client: openai.OpenAI) -> N
     assert refused.value.code == "context_length_exceeded"
 
 
+@pytest.mark.long
 def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
     process, url = started(run, inference__drain_timeout_s=60)
     with (

@@ -80,6 +80,7 @@ def finish(run: RealRun, process, timeout_s: float = 300.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
+@pytest.mark.long
 def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
     real_run: RealRun, tmp_path: Path
 ) -> None:

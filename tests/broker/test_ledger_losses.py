@@ -215,6 +215,7 @@ def cut_off(segment: Path, offset: int) -> int:
         pytest.param(("rollouts",), marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_what_an_open_transaction_hides_is_undecided(
     broker: str, run_name: str, tmp_path: Path, topics: tuple[str, ...]
 ) -> None:

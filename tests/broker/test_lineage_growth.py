@@ -56,6 +56,7 @@ def uids(written: int) -> Iterator[str]:
     "sizes", [(2_000, 20_000), pytest.param((10_000, 100_000, 1_000_000), marks=pytest.mark.long)], ids=["few", "many"]
 )
 @pytest.mark.timeout(3600)
+@pytest.mark.long
 def test_a_question_about_one_rollout_costs_the_same_on_a_longer_log(
     sizes: tuple[int, ...], broker: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

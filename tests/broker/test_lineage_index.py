@@ -95,6 +95,7 @@ def test_every_question_has_the_same_answer_in_both_forms(planted: Planted, tmp_
     assert assert_both_say_the_same(planted, path) == 0, "there was nothing new"
 
 
+@pytest.mark.long
 def test_an_index_goes_on_with_what_is_new(real_run: RealRun, tmp_path: Path) -> None:
     other = plant(real_run)
     path = tmp_path / "places.sqlite"
@@ -202,6 +203,7 @@ def test_an_index_whose_process_is_killed_while_it_fills_it_goes_on_where_it_com
     assert assert_both_say_the_same(planted, path) == everything - 5 * (0 + 1 + 4 + 2)
 
 
+@pytest.mark.long
 def test_a_damaged_index_is_thrown_away(planted: Planted, tmp_path: Path) -> None:
     path = tmp_path / "places.sqlite"
     read = assert_both_say_the_same(planted, path)

@@ -229,6 +229,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-P", "-c", STARTER, str(tmp_path)],
@@ -243,6 +244,7 @@ def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, n
     eventually(lambda: not is_running(broker), 60, "the broker ended after its parent")
 
 
+@pytest.mark.long
 def test_a_broker_started_by_command_outlives_it_and_is_found_by_its_data(tmp_path: Path) -> None:
     data = ("--data", str(tmp_path / "d"))
     assert command("status", *data).returncode == 1

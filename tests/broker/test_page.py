@@ -333,6 +333,7 @@ def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:
         assert time.monotonic() - began < 5, "a second, and what else a busy machine does"
 
 
+@pytest.mark.long
 def test_several_runs_of_an_archive_are_shown_without_a_broker(
     run: RealRun, planted: Planted, indexed: PageClient, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_positions_of_another_group_are_read(real_run: RealRun) -> None:
     assert positions.groups[f"{run.name}.reader"] == {("batches", 0): 1}
 
 
+@pytest.mark.long
 def test_a_learner_on_record_holds_back_what_it_may_read_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])

@@ -49,6 +49,7 @@ def run(real_run: RealRun) -> RealRun:
     return real_run
 
 
+@pytest.mark.long
 def test_a_loop_that_is_stuck_is_not_alive_and_who_is_asked_to_stop_is_not_ready_and_loses_nothing(
     run: RealRun,
 ) -> None:

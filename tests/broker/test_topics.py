@@ -120,6 +120,7 @@ def test_no_broker_at_an_address_is_one_line_with_the_remedy() -> None:
         clients.check_broker(KafkaConfig(bootstrap_servers="127.0.0.1:1"), timeout_s=1.0)
 
 
+@pytest.mark.long
 def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: Path, run_name: str) -> None:
     port = free_port("127.0.0.1")
     run = RealRun(KafkaConfig(bootstrap_servers=f"127.0.0.1:{port}"), run_name, tmp_path)
@@ -171,6 +172,7 @@ def fenced_at_creation(
         yield kafka, first
 
 
+@pytest.mark.long
 def test_topics_are_created_once_a_fenced_broker_is_back(
     tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def asked(run: RealRun, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run: RealRun, tmp_path: Path) -> None:
     send(run, of_two(range(1, 10)), "unlabelled")
     labeler = run.start("label", "tests.support.trajectories:double")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 from kafka import KafkaConsumer
 from kafka.coordinator.assignors.abstract import ConsumerProtocolAssignment
 from kafka.coordinator.assignors.range import RangePartitionAssignor
@@ -76,6 +77,7 @@ def assignments(log: str) -> list[list[int]]:
     return [json.loads(line)["partitions"] for line in log.splitlines() if '"event": "assigned"' in line]
 
 
+@pytest.mark.long
 def test_a_grouper_without_partitions_has_the_group_assign_those_that_belong_to_nobody(real_run: RealRun) -> None:
     real_run.prepare()
     with forgetful_leader(real_run):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_END, TopicPartition
 
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.compression import compress
@@ -366,22 +366,3 @@ def test_learners_of_runs_with_similar_names_do_not_meet(run: RealRun) -> None:
         publish(WeightsPublisher(where.kafka, where.name, learner, "{}", SMALL), log, 0)
     one.close()
     two.close()
-
-
-def test_a_learner_of_an_earlier_release_commits_nothing_once_one_of_this_release_has_started(run: RealRun) -> None:
-    earlier = clients.transactional_producer(run.kafka, f"learner-{run.name}-default")
-    earlier.init_transactions(120)
-    earlier.begin_transaction()
-    source = publisher(run)
-    lost = source.stage(0, arrays(0))
-    topic, key, value = source.record(lost)
-    earlier.produce(topic, value, key)
-    earlier.flush(120)
-
-    log = StepLog(run.kafka, run.name, "default")
-    manifest = publish(publisher(run), log, 0)
-    with pytest.raises(KafkaException):
-        earlier.commit_transaction(120)
-    assert visible_manifests(run, 0) == {0: manifest}
-    assert manifest.epoch != lost.epoch
-    log.close()

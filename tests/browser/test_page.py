@@ -30,6 +30,7 @@ def test_the_run_is_shown_as_the_command_line_has_it(served: ServedRun, browser:
         seen.page.context.close()
 
 
+@pytest.mark.long
 def test_the_ledger_of_a_run_that_has_ended_is_shown_to_whoever_asks_first(
     broker: str, run_name: str, tmp_path: Path, browser: Browser
 ) -> None:

@@ -107,6 +107,7 @@ def filtered_ms(seen: Visit, label: str, choice: str) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_the_command_line(made: ServedMany, browser: Browser) -> None:
     many = made.many
     top, book = command(made.served, "top"), command(made.served, "ledger")
@@ -137,6 +138,7 @@ def test_numbers_are_those_of_the_command_line(made: ServedMany, browser: Browse
     seen.page.context.close()
 
 
+@pytest.mark.long
 def test_views_are_painted_lists_filtered_and_texts_found(made: ServedMany, browser: Browser) -> None:
     for view in ("run", "rollouts", "groups", "drops", "ledger"):
         seen = visit(browser, made.served.url)
@@ -164,6 +166,7 @@ def test_views_are_painted_lists_filtered_and_texts_found(made: ServedMany, brow
     seen.page.context.close()
 
 
+@pytest.mark.long
 def test_the_list_is_scrolled_to_any_of_its_rows(made: ServedMany, browser: Browser) -> None:
     seen = visit(browser, made.served.url)
     seen.open(made.route("rollouts"))

@@ -52,6 +52,7 @@ def pytest_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("run", "workers"), [("UNIT", " -n 2"), ("REAL", "")])
+@pytest.mark.long
 def test_make_ends_with_the_names_of_what_failed(tmp_path: Path, run: str, workers: str) -> None:
     done = made(tmp_path, RUNS[run], **{run: pytest_of(tmp_path) + workers})
     assert done.returncode == 2

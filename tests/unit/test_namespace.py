@@ -56,6 +56,7 @@ def test_pages_and_examples_import_public_names_from_rollstream_alone(page: Path
     assert imports == []
 
 
+@pytest.mark.long
 def test_nobody_imports_the_folders_by_their_own_names() -> None:
     folders = {"topics", "producers", "consumers", "pipeline", "infra"}
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

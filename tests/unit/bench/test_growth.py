@@ -56,6 +56,7 @@ def test_costs_of_work_are_processor_time_held_to_a_bound_and_wall_time_that_is_
     assert [size for size, _cost in processor.points] == [size for size, _cost in wall.points] == [1, 2]
 
 
+@pytest.mark.long
 def test_costs_with_open_groups_are_measured() -> None:
     listed = open_groups.measure([20, 40])
     assert [series.over for series in listed] == ["open groups"] * 4

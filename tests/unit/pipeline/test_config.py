@@ -221,7 +221,7 @@ def test_each_replica_has_a_port_a_name_and_a_url_of_its_own(tmp_path: Path) -> 
     assert [(r.port, r.replica_id) for r in replicas] == [(7777, "infer-0"), (7778, "infer-1"), (7779, "infer-2")]
     roles = plan.plan(config, tmp_path / "run.toml").of("infer")
     assert [role.name for role in roles] == ["infer", "infer-1", "infer-2"]
-    assert [role.arguments[-2:] for role in roles] == [("--ordinal", str(number)) for number in range(3)]
+    assert [role.arguments[5:7] for role in roles] == [("--ordinal", str(number)) for number in range(3)]
     settled = plan.settle(load(flags=["inference.replicas=2"]))
     assert settled.inference.port
     assert len(settled.worker.inference_urls) == 2

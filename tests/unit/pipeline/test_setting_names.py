@@ -58,6 +58,7 @@ def toml_of(key: str, value: Any) -> str:
     return tomli_w.dumps(document) + ("" if key == "environments" else BASE)
 
 
+@pytest.mark.long
 def test_every_setting_is_set_alike_by_a_file_a_variable_and_a_flag(tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
     base.write_text(BASE)

@@ -90,6 +90,7 @@ def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.long), 20])
+@pytest.mark.long
 def test_queries_of_parts_of_rows_attend_as_those_of_whole_rows(window: int) -> None:
     """Parts begin within blocks of keys, as they may where devices share the tokens of rows."""
 

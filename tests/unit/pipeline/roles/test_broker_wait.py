@@ -30,6 +30,7 @@ def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> 
         supervisor.poll(0.1)  # raises RoleFailed at the first exit
 
 
+@pytest.mark.long
 def test_roles_wait_for_a_broker_instead_of_using_up_their_restarts(
     nobody: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

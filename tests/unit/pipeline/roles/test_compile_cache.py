@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 
 START = """
@@ -50,6 +52,7 @@ def start(cache: Path, data_dir: Path) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 def test_the_second_start_compiles_nothing(tmp_path: Path) -> None:
     cache, data_dir = tmp_path / "programs", tmp_path / "data"
     first = start(cache, data_dir)

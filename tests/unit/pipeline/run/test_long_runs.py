@@ -4,6 +4,8 @@ import tracemalloc
 from collections.abc import Mapping
 from statistics import mean
 
+import pytest
+
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import OutcomeCurve, RunStatistics
@@ -40,6 +42,7 @@ def live(statistics: RunStatistics, numbers: range) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.long
 def test_statistics_of_a_long_run_take_no_more_memory_than_those_of_a_shorter_one() -> None:
     statistics = RunStatistics("r")
     live(statistics, range(LONG))

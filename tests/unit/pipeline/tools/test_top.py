@@ -127,7 +127,7 @@ def test_the_configuration_in_force_stands_below_the_flow() -> None:
         changed={"estimator": ["grpo", "rloo"]},
     )
     configured = replace(MIDDLE, configuration=configuration)
-    text = "generation 3, core 6, estimator rloo\\u001b, marks signed, changed estimator"
+    text = "generation 3, core 1, estimator rloo\\u001b, marks signed, changed estimator"
     assert f"─ {text} ─" in shown(configured, 120)[7]
     assert line(configured).endswith(f"dropped 20,658  {text}")
     long = replace(configuration, changed={str(name): [0, 1] for name in range(100)})
@@ -360,13 +360,6 @@ def test_a_quiet_run_keeps_its_last_rates() -> None:
     assert (live.policy_version, live.policy_age_s, live.sampled_version) == (4, 5.0, 3)
     assert live.rewards == (0.5,) * 20
     assert len(RunStatistics("r").snapshot(0).rewards) == 0
-
-
-def test_rewards_are_summed_by_the_version_that_sampled() -> None:
-    flow = RunStatistics("r")
-    for version, reward in ((0, 1.0), (3, 0.5), (0, 0.5)):
-        flow.rollout(1000, version, reward, 0.0)
-    assert flow.rewards == {0: (2, 1.5), 3: (1, 0.5)}
 
 
 def test_curves_are_means_over_equal_spans() -> None:

@@ -16,6 +16,7 @@ def sums(**options: object) -> ReasoningGymDataset:
     return ReasoningGymDataset("chain_sum", size=100, config=SUMS, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_another_process_lists_the_same_prompts_and_gives_the_same_scores() -> None:
     task = sums()
     here = [

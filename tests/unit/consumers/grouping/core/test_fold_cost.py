@@ -97,6 +97,7 @@ def seal_and_drop(fold: Fold, members: int) -> None:
 
 
 @pytest.mark.parametrize("end", [cancel_all, seal_and_drop])
+@pytest.mark.long
 def test_a_member_costs_the_same_in_a_group_of_eight_times_the_size(end: Callable[[Fold, int], None]) -> None:
     def seconds(members: int) -> float:
         best = float("inf")

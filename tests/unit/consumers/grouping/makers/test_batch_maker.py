@@ -365,6 +365,7 @@ def seconds_to_drop(groups: int) -> float:
     return spent.seconds / groups
 
 
+@pytest.mark.long
 def test_a_group_dropped_while_it_waits_costs_the_same_among_many() -> None:
     few, many = (min(seconds_to_drop(groups) for _ in range(2)) for groups in (100, 1_000))
     assert many < 4 * few

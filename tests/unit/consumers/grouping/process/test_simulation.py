@@ -40,11 +40,11 @@ def failures(world: World, schedules: int) -> list[Outcome]:
 
 
 def test_no_schedule_of_faults_loses_or_repeats_anything(world: World) -> None:
-    assert failures(world, 1000) == []
+    assert failures(world, 400) == []
 
 
 def test_no_schedule_of_long_stops_loses_or_repeats_anything(world: World) -> None:
-    assert [seed for seed in range(200) if run_schedule(world, seed, long_stops(seed)).findings] == []
+    assert [seed for seed in range(100) if run_schedule(world, seed, long_stops(seed)).findings] == []
 
 
 @pytest.mark.long

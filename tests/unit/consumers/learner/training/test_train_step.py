@@ -129,6 +129,7 @@ def test_the_learning_rate_falls_by_cosine_to_the_final_one_and_stays() -> None:
     assert float(schedule(900)) == pytest.approx(4e-4)
 
 
+@pytest.mark.long
 def test_the_warm_start_teaches_its_examples_and_starts_the_optimizer_afresh(
     train_step: TrainStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
