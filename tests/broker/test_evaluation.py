@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import openai
+import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.ledger import book_text
@@ -189,6 +190,7 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     assert "61 rollouts, 1 OF THEM IN BATCHES" in book_text(book.as_dict())
 
 
+@pytest.mark.long
 def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_calls(real_run: RealRun) -> None:
     run = real_run.prepare()
     agent, generator = Thinker(), ScriptedGenerator(["hm", "yes"])

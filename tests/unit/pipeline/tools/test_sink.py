@@ -1,6 +1,7 @@
 """`rollstream sink` over an archive: each step once in trackers of others and in one of the user's own."""
 
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -42,7 +43,11 @@ class Lines:
 def sink(directory: Path, archive: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """Run the command in a process of its own, because trackers keep state in their process."""
     command = [sys.executable, "-P", "-m", "rollstream", "sink", "--archive", str(archive), "--run", "main"]
-    return subprocess.run([*command, *words], cwd=directory, capture_output=True, text=True, timeout=300, check=False)
+    # A tracker that an earlier test opened in this process has set a directory of its own.
+    environment = {name: value for name, value in os.environ.items() if name != "TRACKIO_DIR"}
+    return subprocess.run(
+        [*command, *words], cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
