@@ -85,7 +85,7 @@ $(TRL_STAMP): requirements-trl.txt $(STAMP)
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
-test: run-test ## Run the tests (a quarter of an hour on two cores), e.g. make test ARGS="-k fold"
+test: run-test ## Run the tests (some twenty minutes on two cores), e.g. make test ARGS="-k fold"
 	@$(SAY_FAILED)
 
 test-unit: run-unit ## Run the tests that need no broker
