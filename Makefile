@@ -37,7 +37,7 @@ export FAILED_TESTS = $(abspath $(FAILED))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all run-test beside-unit beside-real run-unit run-real run-all bench kills lint format docs lock clean
+.PHONY: help setup demo check run-check test test-unit test-real test-all run-test beside-unit beside-real run-unit run-real run-all bench kills lint format docs lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,14 @@ $(TRL_STAMP): requirements-trl.txt $(STAMP)
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
+
+check: run-check ## Check while working: lint, the tests nearest to what changed since origin/main, and one whole run
+	@$(SAY_FAILED)
+
+run-check: lint
+	@: >$(FAILED)
+	@$(BIN)/python -m tests.affected $(ARGS) >$(VENV)/affected-tests
+	$(BIN)/python -m pytest @$(VENV)/affected-tests tests/museum -n $$(($(CORES) + 1)) $(BY_FILE) -m "not long" $(OR_NAMED)
 
 test: run-test ## Run the tests (some twenty minutes on two cores), e.g. make test ARGS="-k fold"
 	@$(SAY_FAILED)

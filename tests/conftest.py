@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-c
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 ROOT = Path(__file__).parent
-MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "bench")
+MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "museum", "browser", "bench")
 
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""

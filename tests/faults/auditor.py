@@ -211,7 +211,8 @@ def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
     sources = {(raw.partition, raw.offset): raw for raw in evidence.topics["rollouts"]}
     actual: dict[int, list[int]] = defaultdict(list)
     for raw in evidence.topics["dead-letters"]:
-        if "rollstream.redriven" in raw.headers:
+        topic = raw.headers.get("__streams.errors.topic") or b""
+        if "rollstream.redriven" in raw.headers or topic.endswith((b".unlabelled", b".calls")):
             continue
         try:
             number = int(raw.headers["__streams.errors.partition"] or b"")

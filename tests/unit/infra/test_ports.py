@@ -50,8 +50,9 @@ def test_a_row_of_ports_is_free_from_end_to_end_or_refused() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
 def test_a_port_is_free_until_a_server_listens_there(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        port = server.getsockname()[1]
+    # No client of another process gets this port once it is closed, as it may get one of the kernel's choice.
+    port = ports.free_port(host)
+    with socket.create_server((host, port), family=family):
         assert not ports.is_free(host, port)
     assert ports.is_free(host, port)
 
