@@ -5,7 +5,6 @@ A fold never reads a file: its configuration is in the first journal record and 
 
 import dataclasses
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -164,8 +163,11 @@ class GroupingConfig:
                 raise ConfigurationError(
                     f"grouping.{name} is {getattr(self, name)}; it must be 0.001 to {_LONGEST_S:g} seconds"
                 )
-        if not math.isfinite(self.max_age_s):
-            raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; use a negative number for no limit")
+        if not abs(self.max_age_s) <= _LONGEST_S:
+            raise ConfigurationError(
+                f"grouping.max_age_s is {self.max_age_s}; it must be at most {_LONGEST_S:g} seconds; a negative number "
+                "means no limit"
+            )
         for text in self.exclude_offsets:
             try:
                 OffsetRange.parse(text)

@@ -147,7 +147,7 @@ class _Partition:
             self._drop(group, "stale_version")
         elif group.complete < self.config["min_group_size"]:
             self._drop(group, "group_too_small")
-        elif len({mean(rewards) for rewards in group.rewards.values()}) == 1:
+        elif equal([mean(rewards) for rewards in group.rewards.values()]):
             self._drop(group, "zero_variance")
         elif group.key[2] > self.clock:
             group.state = "waiting"
@@ -223,6 +223,11 @@ class _Partition:
 def episode(rollout: Decoded) -> str:
     """Unit that a rollout counts for: its episode, if that has several branches."""
     return str(rollout["episode_uid"] if rollout["branches"] > 1 else rollout["uid"])
+
+
+def equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than a millionth of the largest, as sums of float32 in another order do."""
+    return max(rewards) - min(rewards) <= 2**-20 * max(map(abs, rewards))
 
 
 def mean(values: Sequence[float]) -> float:

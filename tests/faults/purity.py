@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.faults.evidence import Decoded, Raw, decode
 from tests.faults.findings import Audit, Batch
-from tests.faults.model import NotModelled, episode, mean
+from tests.faults.model import NotModelled, episode, equal, mean
 
 
 def check_groups(
@@ -133,7 +133,7 @@ def _check_advantages(
     if {"reinforce_pp", "reinforce_pp_global"} & {config["estimator"] for config in held}:
         raise NotModelled("an estimator that looks at whole batches")
     compared = _compared(sent)
-    if len(set(compared.rewards)) == 1:
+    if equal(compared.rewards):
         result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
     allowed = [_formula(config["estimator"], compared) for config in held]
     for at, row in enumerate(rows):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollstream.consumers.grouping.core.batch_assembly import advantage_array
-from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean, without_noise
 from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
 from rollstream.topics.records import Bool
 from rollstream.topics.rl_examples import RLExample
@@ -31,7 +31,7 @@ def group_episodes(group: Group) -> GroupEpisodes:
     for member in group.members.values():
         episodes.setdefault(episode_of(member.rollout), []).append(member)
     branches_of = list(episodes.values())
-    rewards = tuple(mean([m.rollout.reward for m in branches]) for branches in branches_of)
+    rewards = without_noise([mean([m.rollout.reward for m in branches]) for branches in branches_of])
     lengths = tuple(sum(_sampled_tokens(m.rollout.loss_mask) for m in branches) for branches in branches_of)
     return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
 

@@ -14,12 +14,17 @@ EPSILON = 1e-8
 """Added to a standard deviation before dividing by it; also the minimum variance for the normalisation of a batch."""
 
 
+NOISE = 2.0**-20
+"""Largest difference between rewards, as a part of the largest absolute reward, that is taken for rounding: eight
+units in the last place of float32. A sum of a few dozen float32 numbers in another order differs by less."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
     """Rewards and lengths of the N episodes of a sealed group, in the order in which their first rollouts arrived."""
 
     rewards: tuple[float, ...]
-    """Reward of each episode, [N]: the mean over its branches."""
+    """Reward of each episode, [N]: the mean over its branches; equal rewards if they differ by no more than `NOISE`."""
     lengths: tuple[int, ...]
     """Number of sampled tokens of each episode, [N]: the sum over the loss masks of its branches."""
 
@@ -41,6 +46,15 @@ def mean(values: Sequence[float]) -> float:
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
+def without_noise(rewards: Sequence[float]) -> tuple[float, ...]:
+    """Return the rewards of a group, all equal to the first if they differ by rounding alone (`NOISE`).
+
+    Otherwise an estimator that divides by the standard deviation would turn rounding into advantages of order 1.
+    """
+    noise = NOISE * max(abs(reward) for reward in rewards)
+    return (rewards[0],) * len(rewards) if max(rewards) - min(rewards) <= noise else tuple(rewards)
+
+
 def _std(values: Sequence[float]) -> float:
     """Population standard deviation."""
     middle = math.fsum(values) / len(values)
@@ -51,7 +65,7 @@ def rloo(outcomes: Outcomes) -> list[float]:
     """r_i minus the mean of the other members; 0 for a group of one. REINFORCE Leave-One-Out, arXiv:2402.14740."""
     rewards = outcomes.rewards
     count = len(rewards)
-    if count < 2:
+    if min(rewards) == max(rewards):  # exactly 0, without the rounding of the sums
         return [0.0] * count
     total = math.fsum(rewards)
     return [r - (total - r) / (count - 1) for r in rewards]
@@ -71,7 +85,7 @@ def grpo(outcomes: Outcomes) -> list[float]:
 
 def dr_grpo(outcomes: Outcomes) -> list[float]:
     """r_i - mean: GRPO without the division that favours questions of low variance. Dr. GRPO, arXiv:2503.20783."""
-    middle = math.fsum(outcomes.rewards) / len(outcomes.rewards)
+    middle = mean(outcomes.rewards)
     return [r - middle for r in outcomes.rewards]
 
 
@@ -79,7 +93,7 @@ def opo(outcomes: Outcomes) -> list[float]:
     """r_i - sum(l_j r_j) / sum(l_j): the baseline with the least variance if a gradient's norm grows with length. OPO,
     arXiv:2505.23585. If nothing was sampled, the baseline is the plain mean."""
     total = math.fsum(outcomes.lengths)
-    if not total:
+    if not total or min(outcomes.rewards) == max(outcomes.rewards):
         return dr_grpo(outcomes)
     weighted = (length * r for length, r in zip(outcomes.lengths, outcomes.rewards, strict=True))
     baseline = math.fsum(weighted) / total

@@ -1,6 +1,7 @@
 """Advantage estimators agree with independent formulas in numpy and with cases computed by hand."""
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ from rollstream.consumers.grouping.core.estimators import (
     rloo,
     rloo_normalized,
     standardized,
+    without_noise,
 )
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError
@@ -305,3 +307,30 @@ def test_only_groups_sealed_under_an_estimator_with_a_second_stage_are_normalise
 def test_an_unknown_estimator_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="estimators are rloo, rloo_normalized, grpo, dr_grpo, opo"):
         estimator("ppo")
+
+
+@pytest.mark.parametrize("name", BASED)
+@given(
+    items=st.lists(st.floats(2**-7, 1.0, width=32), min_size=2, max_size=24),
+    orders=st.lists(st.randoms(use_true_random=False), min_size=2, max_size=8),
+    scale=st.sampled_from((1.0, -1.0, 1e7)),
+)
+def test_rewards_that_differ_by_the_order_of_a_sum_teach_nothing(
+    name: str, items: list[float], orders: list[random.Random], scale: float
+) -> None:
+    rewards = [scale * float(sum(map(np.float32, order.sample(items, len(items))), np.float32(0))) for order in orders]
+    for keep in (False, True):
+        driver = GroupingTestDriver(GroupingConfig(estimator=name, keep_zero_variance=keep))
+        for member, reward in enumerate(rewards):
+            driver.pipe(example_rollout(str(member), reward, group_size=len(rewards)))
+        driver.drain()
+        assert {drop.reason for drop in driver.drops} == (set() if keep else {"zero_variance"})
+        assert [set(batch.advantages.tolist()) for batch in driver.batches] == ([{0.0}] if keep else [])
+
+
+@given(reward=st.floats(1e-300, 1e8), apart=st.sampled_from((-1, 1)))
+def test_only_rewards_that_differ_by_a_millionth_or_less_are_equal(reward: float, apart: int) -> None:
+    less, more = reward * (1 - apart * 2.0**-21), reward * (1 - 2.0**-19)
+    assert without_noise([reward, less, reward]) == (reward,) * 3
+    assert without_noise([reward, more]) == (reward, more)
+    assert without_noise([0.0, reward]) == (0.0, reward)

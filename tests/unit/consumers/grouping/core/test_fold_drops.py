@@ -291,13 +291,6 @@ def test_a_group_without_variance_is_dropped_whole() -> None:
     assert reasons(d) == {0: "zero_variance", 1: "zero_variance"}
 
 
-def test_rewards_that_differ_in_their_last_bit_have_variance() -> None:
-    d = driver()
-    d.pipe(example_rollout("a", 0.3))
-    d.pipe(example_rollout("b", float(np.nextafter(0.3, 1.0))))
-    assert len(d.batches) == 1
-
-
 def test_a_group_smaller_than_min_group_size_is_dropped_though_complete() -> None:
     d = driver(min_group_size=3)
     pair(d)
