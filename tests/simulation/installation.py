@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer
 from rollstream.consumers import transactions as publishing
 from rollstream.consumers.grouping.process import punctuator
 from rollstream.consumers.grouping.process.broker_clock import BrokerClock
-from rollstream.topics.kafka import clients, hanging_transactions
+from rollstream.topics.kafka import clients, hanging_transactions, open_transactions
 from rollstream.topics.kafka import reader as kafka_reader
 from rollstream.topics.kafka import transactions as producing
 from rollstream.topics.kafka.bounded_calls import Stalled
@@ -114,6 +114,7 @@ def installed(world: World) -> Iterator[None]:
         patch.setattr(punctuator, "BrokerClock", partial(BrokerClock, now, now))
         for name in ("open_on", "open_on_offsets"):
             patch.setattr(hanging_transactions, name, nothing_hangs)
+        patch.setattr(open_transactions, "open_on", nothing_hangs)
         patch.setattr(random, "uniform", lambda least, most: world.scheduler.rng.uniform(least, most))
         patch.setattr(time, "time", now)
         patch.setattr(time, "monotonic", now)
