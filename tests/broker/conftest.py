@@ -36,13 +36,12 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory in which JAX keeps compiled functions: one for all processes that run tests."""
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "jax"
+def compiled() -> Path:
+    """Directory in which JAX keeps compiled functions: one for all processes that run tests, and for later runs."""
+    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 @pytest.fixture(autouse=True)
-def _compile_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes of a session share compiled functions: some compile and others load them, with equal bits."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+def _compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles also share functions that compile in milliseconds, of which a learner has dozens."""
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

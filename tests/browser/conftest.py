@@ -1,5 +1,6 @@
 """Fixtures of tests in a browser: a Chromium, and a run whose page is served as a user serves it."""
 
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -23,9 +24,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
     """A run with batches, drops, a dead letter and hostile texts, its grouping process, and its page."""
-    directory = tmp_path_factory.mktemp("browsed")
-    # Test files that share a broker have a run each.
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), directory.name, directory).prepare()
+    # Test files share a broker, and each has a run of its own.
+    name = f"browsed-{uuid.uuid4().hex[:8]}"
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), name, tmp_path_factory.mktemp("browsed")).prepare()
     try:
         run.start("group")
         run.send(
