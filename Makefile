@@ -139,10 +139,11 @@ kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lo
 mutants: $(STAMP) ## Break promises in a copy of the code, and count what the tests notice, e.g. ARGS="lag seek"
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(STAMP) ## Check format, lint and types
+lint: $(STAMP) ## Check format, lint, types and the rules of tests/house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict -p rollstream
+	$(BIN)/python -m tests.house
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .

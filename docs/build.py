@@ -1,7 +1,7 @@
 """Writes what the documentation repeats of the code: `make docs`, or `python -m docs.build`.
 
 Full lists of commands, settings, metrics and public names become pages in docs/reference, which git ignores. Small
-tables stand within pages between `<!-- generated: NAME -->` and `<!-- end -->`; tests/unit/test_docs.py compares them.
+tables stand within pages between `<!-- generated: NAME -->` and `<!-- end -->`; `python -m tests.house` compares them.
 """
 
 import argparse
