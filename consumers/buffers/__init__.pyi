@@ -4,7 +4,7 @@ from .groups.store import GroupReplayBuffer
 from .groups.view import GroupStore
 from .rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
 from .rollouts.losses import RLLossModule, RLOOLoss
-from .rollouts.record import RecordTurn, RolloutRecord, as_rollout
+from .rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
 from .slices.buffer import EpisodeSliceBuffer
 from .slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from .trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
@@ -33,6 +33,7 @@ __all__ = [
     "TrajectoryCache",
     "TrajectoryFiller",
     "TrajectoryReplayBuffer",
+    "as_record",
     "as_rollout",
     "open_episode_buffer",
 ]

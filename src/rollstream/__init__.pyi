@@ -6,7 +6,7 @@ from .consumers.buffers.groups.store import GroupReplayBuffer
 from .consumers.buffers.groups.view import GroupStore
 from .consumers.buffers.rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
 from .consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
-from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_rollout
+from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
 from .consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from .consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from .consumers.buffers.trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
@@ -164,6 +164,7 @@ __all__ = [
     "VerifierPool",
     "WeightsFollower",
     "__version__",
+    "as_record",
     "as_rollout",
     "batch_of",
     "check_loss",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, group_of
+from rollstream.consumers.buffers.rollouts.record import RECORD
 from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.topics.records import GroupCancelled, Rollout
 
@@ -23,7 +24,7 @@ class OpenGroupKey(NamedTuple):
     example_id: str
     policy_version: int
     group_id: str
-    """The producer's group id if its groups are kept apart, else ""."""
+    """The producer's group id if its groups are kept apart, or the label of a RolloutRecord's policy, else ""."""
 
     @property
     def from_log(self) -> bool:
@@ -187,8 +188,9 @@ class OpenGroups:
         self._cancelled = {key: uids for key, uids in self._cancelled.items() if self._find(key) is not None}
 
     def _key(self, record: Rollout | GroupCancelled, partition: int) -> OpenGroupKey:
-        own = record.group_id if self._config.declared_size_rules(from_log=partition >= 0) else ""
-        return OpenGroupKey(partition, record.example_id, record.policy_version, own)
+        # The group id of a RolloutRecord is its policy's label, without which runs of equal numbers would be one.
+        apart = self._config.declared_size_rules(from_log=partition >= 0) or RECORD in getattr(record, "extra", ())
+        return OpenGroupKey(partition, record.example_id, record.policy_version, record.group_id if apart else "")
 
     def _find(self, key: OpenGroupKey) -> OpenGroup | None:
         return self._overdue.get(key) or self._waiting.get(key.partition, OrderedDict()).get(key)

@@ -286,7 +286,7 @@ class RolloutReplayBuffer:
     def stats(self) -> dict[str, Any]:
         """Return total_size, env_sizes, num_environments, total_batches_added (batches with a fresh rollout),
         total_batches_sampled, and left_out: numbers of rollouts that were refused, or removed before they were used up,
-        by reason (ahead, old_step, too_old, capacity, used_up, zero_variance, unsound)."""
+        by reason (old_step, too_old, capacity, used_up, zero_variance, unsound)."""
         with self._lock:
             sizes = self._shelf.sizes
             return {

@@ -1,4 +1,4 @@
-"""Rollouts as lists of turns, each with its own tokens, and their conversion to Rollout. Pure functions."""
+"""Rollouts as lists of turns, each with its own tokens, and their conversion to Rollout and back. Pure functions."""
 
 import json
 import operator
@@ -11,6 +11,9 @@ import numpy as np
 
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+
+RECORD = "rollstream.record"
+"""Key of `Rollout.extra` for what a record says and the fields of a rollout cannot hold, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,8 @@ class RolloutRecord:
     environment: str
     example_id: str
     policy_version: int | str
-    """A whole number, or a string that ends in one: "v10" means 10."""
+    """A whole number, or a label that ends in one, by which it is ordered: "run7/v10" means 10. Labels that differ
+    before their number, except by "v" alone, never share a group."""
     rollout_uid: str
     turns: Sequence[RecordTurn]
     created_ts: float
@@ -52,10 +56,11 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
     """Convert a record to a Rollout, whose tokens are those of the turns; tokens with log-probabilities are trained on.
 
     worker_id and weight_step in its metadata become fields; all metadata are also copied to `extra`, as JSON unless
-    they are strings. Numbers and arrays may be NumPy's. Raises RecordError for a version that does not end in a number,
-    metadata of the wrong type, or a turn with more or fewer log-probabilities than tokens.
+    they are strings. What no field can hold (labels, a missing reward, other inference metadata) is kept in `extra`,
+    and `as_record` gives the record back. Numbers and arrays may be NumPy's. Raises RecordError for a version that does
+    not end in a number, metadata of the wrong type, or a turn with more or fewer log-probabilities than tokens.
     """
-    version = _version(record.policy_version)
+    label, version = _version(record.policy_version)
     turns, length = [], 0
     for number, turn in enumerate(record.turns):
         if turn.logprobs is not None and len(turn.logprobs) != len(turn.tokens):
@@ -78,9 +83,13 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
         )
         length = stop
     fields = record.metadata
+    extra = {name: _text(name, value) for name, value in fields.items()}
+    if kept := _beyond_fields(record):
+        extra[RECORD] = _text(RECORD, kept)
     return Rollout(
         uid=record.rollout_uid,
         group_size=group_size,
+        group_id=label.removeprefix("v") and label,
         environment=record.environment,
         example_id=record.example_id,
         policy_version=version,
@@ -97,22 +106,70 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
             timestamp=record.created_ts,
             weight_step=_weight_step(fields),
         ),
-        extra={name: _text(name, value) for name, value in fields.items()},
+        extra=extra,
     )
 
 
-def _version(version: int | str) -> int:
+def as_record(rollout: Rollout) -> RolloutRecord:
+    """Convert a rollout made by `as_rollout` back to the record, with lists of Python's numbers in place of arrays."""
+    kept = json.loads(rollout.extra.get(RECORD, "{}"))
+    turns = []
+    for number, turn in enumerate(rollout.turns):
+        span = slice(turn.start, turn.stop)
+        own = {"reward": turn.reward, "inference_metadata": turn.inference} | kept.get("turns", {}).get(str(number), {})
+        turns.append(
+            RecordTurn(
+                message=turn.text,
+                role=turn.role,
+                tokens=rollout.tokens[span].tolist(),
+                logprobs=rollout.logprobs[span].tolist() if turn.has_logprobs else None,
+                timestamp=turn.timestamp,
+                **own,
+            )
+        )
+    extra = {name: value for name, value in rollout.extra.items() if name != RECORD}
+    return RolloutRecord(
+        environment=rollout.environment,
+        example_id=rollout.example_id,
+        policy_version=kept.get("policy_version", rollout.policy_version),
+        rollout_uid=rollout.uid,
+        turns=turns,
+        created_ts=rollout.metadata.timestamp,
+        metadata=extra | kept.get("metadata", {}),
+        replica_id=rollout.metadata.replica_id,
+    )
+
+
+def _beyond_fields(record: RolloutRecord) -> dict[str, Any]:
+    """What the fields of a rollout cannot hold."""
+    turns: dict[str, Any] = {}
+    for number, turn in enumerate(record.turns):
+        own: dict[str, Any] = {} if turn.reward is not None else {"reward": None}
+        if not isinstance(turn.inference_metadata, InferenceMetadata):
+            own["inference_metadata"] = turn.inference_metadata
+        if own:
+            turns[str(number)] = own
+    kept: dict[str, Any] = {
+        "policy_version": record.policy_version if isinstance(record.policy_version, str) else None,
+        "metadata": {name: value for name, value in record.metadata.items() if not isinstance(value, str)},
+        "turns": turns,
+    }
+    return {name: value for name, value in kept.items() if value}
+
+
+def _version(version: int | str) -> tuple[str, int]:
+    """Return the label before the number of a version, and the number."""
     if not isinstance(version, str):
         try:
-            return operator.index(version)
+            return "", operator.index(version)
         except TypeError as error:
             raise RecordError(f"policy version {version!r} is neither a whole number nor a text") from error
-    number = re.search(r"\d+$", version)
-    if number is None:
+    match = re.fullmatch(r"(.*?)(\d+)", version, re.ASCII | re.DOTALL)
+    if match is None:
         raise RecordError(
             f"policy version {version!r} does not end in a number; add one, so that versions can be compared"
         )
-    return int(number[0])
+    return match[1], int(match[2])
 
 
 def _weight_step(fields: Mapping[str, Any]) -> int:
@@ -147,7 +204,7 @@ def _inference(fields: InferenceMetadata | Mapping[str, Any]) -> InferenceMetada
         return fields
     try:
         return InferenceMetadata(
-            model_version=_version(fields.get("model_version", -1)),
+            model_version=_version(fields.get("model_version", -1))[1],
             sampling_params={name: str(value) for name, value in (fields.get("sampling_params") or {}).items()},
             inference_time_s=float(fields.get("inference_time", 0.0)),
         )

@@ -18,9 +18,8 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.skip_reasons import Skip
 
 T = TypeVar("T")
-StaleCode = Literal["", "ahead", "old_step", "too_old"]
-"""The reason why a rollout is not fresh: from a future step, too many steps old, too many seconds old; "" if it is
-fresh."""
+StaleCode = Literal["", "old_step", "too_old"]
+"""The reason why a rollout is not fresh: too many steps old, too many seconds old; "" if it is fresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,6 @@ class ShelfRules:
     def stale(self, weight_step: int, timestamp: float, step: int, now: float) -> str:
         """Return why a rollout is not fresh at a step and a time; "" if it is fresh."""
         match self.stale_code(weight_step, timestamp, step, now):
-            case "ahead":
-                return f"weight step {weight_step} is ahead of step {step}"
             case "old_step":
                 old = step - weight_step
                 return f"weight step {weight_step} is {old} steps old, at most {self.max_rollout_step_delay} may be"
@@ -68,11 +65,8 @@ class ShelfRules:
     def stale_code(self, weight_step: int, timestamp: float, step: int, now: float) -> StaleCode:
         """Return why a rollout is not fresh, as one word; "" if it is fresh.
 
-        It is fresh if step - max_rollout_step_delay <= weight_step <= step, and
-        timestamp > now - max_rollout_timestamp_delay.
+        It is fresh if weight_step >= step - max_rollout_step_delay, and timestamp > now - max_rollout_timestamp_delay.
         """
-        if weight_step > step:
-            return "ahead"
         if 0 <= self.max_rollout_step_delay < step - weight_step:
             return "old_step"
         if self.max_rollout_timestamp_delay >= 0 and not timestamp > now - self.max_rollout_timestamp_delay:
@@ -114,7 +108,7 @@ class Shelf(Generic[T]):
         self.rules = rules
         self._held: dict[str, list[ShelfEntry[T]]] = {}
         # Bounds over all rollouts. While the bounds are fresh, so is every rollout, and no rollout is checked.
-        self._lowest_step, self._highest_step, self._oldest = math.inf, -math.inf, math.inf
+        self._lowest_step, self._oldest = math.inf, math.inf
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
@@ -155,11 +149,10 @@ class Shelf(Generic[T]):
             self._append(entry.environment, [entry])
 
     def refresh(self, step: int, now: float) -> list[Removal[T]]:
-        """Remove rollouts that are no longer fresh, or are of a future step."""
+        """Remove rollouts that are no longer fresh."""
         rules = self.rules
         if not (
-            self._highest_step > step
-            or 0 <= rules.max_rollout_step_delay < step - self._lowest_step
+            0 <= rules.max_rollout_step_delay < step - self._lowest_step
             or (rules.max_rollout_timestamp_delay >= 0 and self._oldest <= now - rules.max_rollout_timestamp_delay)
         ):
             return []
@@ -174,7 +167,7 @@ class Shelf(Generic[T]):
     def remove(self, why: Callable[[ShelfEntry[T]], Skip | None]) -> list[Removal[T]]:
         """Remove the rollouts for which `why` gives a reason."""
         left: list[Removal[T]] = []
-        self._lowest_step, self._highest_step, self._oldest = math.inf, -math.inf, math.inf
+        self._lowest_step, self._oldest = math.inf, math.inf
         for name in sorted(self._held):
             kept = []
             for entry in self._held[name]:
@@ -217,9 +210,7 @@ class Shelf(Generic[T]):
         """Append rollouts of an environment, and widen the bounds to include them."""
         self._held.setdefault(environment, []).extend(entries)
         if entries:
-            steps = [entry.weight_step for entry in entries]
-            self._lowest_step = min(self._lowest_step, *steps)
-            self._highest_step = max(self._highest_step, *steps)
+            self._lowest_step = min(self._lowest_step, *(entry.weight_step for entry in entries))
             self._oldest = min(self._oldest, *(entry.timestamp for entry in entries))
 
 

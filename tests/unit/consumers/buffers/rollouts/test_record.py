@@ -9,11 +9,12 @@ import pytest
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
-from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_rollout
+from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
+from rollstream.topics.records import InferenceMetadata, Rollout
 from rollstream.topics.validation import problems
 
 
@@ -49,7 +50,8 @@ def test_turns_become_one_sequence_and_their_rewards_add_up() -> None:
         (4, 6, True),
     ]
     assert (made.metadata.worker_id, made.metadata.replica_id, made.metadata.timestamp) == ("w", "unknown", 12.0)
-    assert made.extra == {"worker_id": "w", "difficulty": "3"}
+    kept = made.extra["rollstream.record"]
+    assert made.extra == {"worker_id": "w", "difficulty": "3", "rollstream.record": kept}
     assert (made.policy_version, made.group_size) == (3, 2)
 
 
@@ -67,7 +69,8 @@ def test_numbers_and_arrays_of_numpy_are_those_of_python(tmp_path: Path) -> None
     records = [record(str(n), version, turns=numpy_turns(n), metadata=metadata) for n in range(2)]
     made = as_rollout(records[0])
     assert (made.tokens.tolist(), made.logprobs.tolist()) == ([1, 2, 3, 4], [0, 0, -0.5, -1.0])
-    assert made.extra == {"x": "0.5", "n": "3", "where": '{"rows": [0, 1]}', "weight_step": "7"}
+    texts = {"x": "0.5", "n": "3", "where": '{"rows": [0, 1]}', "weight_step": "7"}
+    assert made.extra == texts | {"rollstream.record": made.extra["rollstream.record"]}
     assert (made.policy_version, type(made.policy_version), made.metadata.weight_step) == (3, int, 7)
     assert problems(made) == []
     assert problems(decode(encode(made))) == []
@@ -90,6 +93,45 @@ def test_versions_that_are_texts_are_compared_as_numbers(tmp_path: Path) -> None
     rows = buffer.sample(2)
     assert rows is not None
     assert {row.source.uid for row in rows} == {"v10-0", "v10-1"}
+
+
+def test_a_record_is_kept_whole_also_in_the_log() -> None:
+    whole = record(
+        version="run7/ckpt-v3",
+        turns=[
+            RecordTurn(message="2+2", role="user", tokens=[1, 2], timestamp=1.5),
+            RecordTurn(
+                message="4",
+                role="assistant",
+                tokens=[3],
+                logprobs=[-0.5],
+                reward=0.0,
+                inference_metadata={
+                    "model_version": "run7/ckpt-v3",
+                    "sampling_params": {"temperature": 0.7, "stop": ["x"]},
+                    "inference_time": 1.5,
+                    "finish_reason": "stop",
+                },
+            ),
+            RecordTurn(
+                message="", role="assistant", logprobs=[], inference_metadata=InferenceMetadata(model_version=3)
+            ),
+        ],
+        metadata={"worker_id": "w", "weight_step": 7, "text": "[1]", "list": [1, {"a": None}]},
+        replica_id="r",
+    )
+    made = decode(encode(as_rollout(whole)))
+    assert problems(made) == []
+    assert isinstance(made, Rollout)
+    assert as_record(made) == whole
+
+
+def test_labels_of_two_runs_never_share_a_group(tmp_path: Path) -> None:
+    with GroupReplayBuffer(tmp_path, "env", GroupStoreConfig(target_group_size=2, min_group_size=2)) as buffer:
+        for number in range(2):
+            buffer.add_rollouts(record(f"{run}-{number}", f"{run}/v3", float(number)) for run in ("run7", "run8"))
+        groups = [[rollout.uid for rollout in group.rollouts] for group in buffer.groups()]
+    assert sorted(groups) == [["run7-0", "run7-1"], ["run8-0", "run8-1"]]
 
 
 def test_turns_that_make_no_sequence_are_refused() -> None:
