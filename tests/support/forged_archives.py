@@ -89,6 +89,15 @@ def with_other_advantages(entry: ArchivedRecord) -> list[ArchivedRecord]:
     return [entry._replace(value=encode(replace(changed, digest=batch_digest(changed))))]
 
 
+def with_advantages_apart_from_the_digest(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    """Double the advantages of batch 0-0, and leave its digest as it was."""
+    if not _is_first_batch(entry):
+        return [entry]
+    batch = _record(entry, "batches")
+    assert isinstance(batch, TrainingBatch)
+    return [entry._replace(value=encode(replace(batch, advantages=batch.advantages * np.float32(2))))]
+
+
 def without_step(step: int) -> Forge:
     """Leave a step out."""
 
@@ -130,6 +139,9 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
         "batch": Forgery(without_first_batch, "batch 0-0 is in the journal but not in batches"),
         "batch twice": Forgery(with_first_batch_twice, "batch 0-0 is in batches twice"),
         "advantages": Forgery(with_other_advantages, "batch 0-0 row 0: advantages differ from rollout "),
+        "digest": Forgery(
+            with_advantages_apart_from_the_digest, "batch 0-0: its content does not match the digest it carries"
+        ),
         "step": Forgery(without_step(1), "step 1 of learner default is missing"),
         "first steps": Forgery(without_first_steps, "step 1 of learner default is missing before step 2"),
         "step twice": Forgery(with_uses_of_first_step(2), "step 2 of learner default uses batch"),

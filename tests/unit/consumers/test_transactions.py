@@ -1,16 +1,19 @@
-"""A process that writes in transactions ends with a one-line error if no broker answers."""
+"""A process that writes in transactions ends with a one-line error if no broker answers or another has its ordinal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from rollstream.consumers import transactions
 from rollstream.consumers.transactions import ExactlyOnce
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError
+from rollstream.topics.errors import DeliveryError, Fenced
+from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transactions import Transaction
+from tests.simulation.installation import World, installed
+from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 
 
 class Writer(ExactlyOnce[None]):
@@ -28,3 +31,47 @@ def test_a_producer_that_nobody_answers_is_given_up_in_one_line(monkeypatch: pyt
     with pytest.raises(DeliveryError, match=r"init_transactions had no answer for 0\.5 s; are the brokers up\?"):
         writer.start_producer()
     reader.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with installed(world):
+        ModelledRun(world)
+        yield world
+
+
+def writer_of(kind: type[Writer]) -> Writer:
+    """A writer under ordinal 0, whose member is not in a group."""
+    return kind(KAFKA, RUN, f"{RUN}.grouper", "grouper", 0, Reader(KAFKA), f"{RUN}.rollouts")
+
+
+class Paused(Writer):
+    """Is paused within a transaction, while another process starts under its ordinal."""
+
+    def _write(self, transaction: Transaction, parts: Sequence[None]) -> list[GroupPosition]:
+        writer_of(Writer).start()
+        raise Stalled("commit_transaction did not return")
+
+
+def test_a_process_that_was_paused_leaves_its_ordinal_to_the_one_that_replaced_it(world: World) -> None:
+    def work() -> None:
+        paused = writer_of(Paused)
+        paused.start()
+        paused.publish([None])
+
+    with pytest.raises(Fenced, match="commit_transaction did not return, and another process has since started as"):
+        world.result_of(work)
+
+
+def test_a_claim_that_expired_is_no_claim_of_another_process(world: World) -> None:
+    def work() -> list[bool]:
+        first, second = writer_of(Writer), writer_of(Writer)
+        first.start()
+        rivals = [first.has_rival]
+        world.cluster.groups[f"{RUN}.grouper.turn-0"].offsets.clear()
+        rivals.append(first.has_rival)
+        second.start()
+        return [*rivals, first.has_rival, second.has_rival]
+
+    assert world.result_of(work) == [False, False, True, False]

@@ -155,6 +155,20 @@ def test_a_delta_with_fewer_bytes_than_changes_is_refused() -> None:
         assemble(lying, pieces, BEFORE)
 
 
+def test_a_delta_that_names_an_element_twice_is_refused_although_its_last_value_is_right() -> None:
+    manifest, pieces = delta()
+    size, count = len(pieces[0]) // 2, manifest.tensors[0].changed
+    gaps = np.frombuffer(pieces[0][:size], np.uint8).reshape(4, count).T.copy().view("<i4").reshape(-1)
+    assert np.cumsum(gaps).tolist() == [7, 27, 47, 67, 87]
+    doubled = np.append(gaps, 0).astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()
+    values = np.frombuffer(pieces[0][size:], np.uint8).reshape(4, count)
+    piece = doubled + np.hstack([values, values[:, -1:]]).tobytes()
+    lying = replace(manifest, tensors=(replace(manifest.tensors[0], changed=count + 1, size_bytes=len(piece)),))
+    lying = replace(lying, chunks=(replace(manifest.chunks[0], size_bytes=len(piece)),))
+    with pytest.raises(WeightsRefused, match="has changes outside its elements"):
+        assemble(lying, [piece], BEFORE)
+
+
 def test_tensors_that_never_change_do_not_keep_the_memory_of_the_full_version() -> None:
     memory, rng = ReusedMemory(), np.random.default_rng(0)
     full = {"a": rng.integers(0, 9, 2**21, "<i8"), "frozen": np.arange(2**17), "norm": np.ones(9, "<f4")}

@@ -274,3 +274,9 @@ def test_a_session_is_known_by_its_name_and_its_key(group: str, member: int, sec
 def test_a_group_that_cannot_stand_in_a_url_is_refused(group: str) -> None:
     with pytest.raises(RecordError, match="cannot be part of a URL"):
         session_name(group, 0)
+
+
+def test_the_first_end_of_a_session_counts() -> None:
+    session = folded((1, call(0)), (2, event("finished", uids=("g.0",))), (3, event("finished", reason="too late")))
+    assert session.finished is not None
+    assert (session.finished.uids, session.closed.cancelled if session.closed else None) == (("g.0",), False)

@@ -1,5 +1,6 @@
 """Promises of the fold to batch makers, and its checks on makers, including a maker that splits groups."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
+from rollstream.consumers.grouping.makers.batch_maker import (
+    BatchMaker,
+    FifoBatchMaker,
+    MakerContext,
+    SealedGroup,
+    example_bytes,
+)
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import StateRefused
@@ -369,3 +376,18 @@ def seconds_to_drop(groups: int) -> float:
 def test_a_group_dropped_while_it_waits_costs_the_same_among_many() -> None:
     few, many = (min(seconds_to_drop(groups) for _ in range(2)) for groups in (100, 1_000))
     assert many < 4 * few
+
+
+@pytest.mark.parametrize(("spare_bytes", "groups"), [(0, 2), (-1, 1)])
+def test_a_batch_may_have_as_many_bytes_as_the_limit_and_not_one_more(spare_bytes: int, groups: int) -> None:
+    d = driver_of(Recorder, batch_rollouts=100)
+    for number, member in itertools.product(range(3), range(2)):
+        d.pipe(example_rollout(f"{number}-{member}", float(member), example_id=str(number)))
+    sealed = [call[2] for call in Recorder.last.calls if isinstance(call, tuple)]
+    examples = Recorder.last.create_batch(6)
+    assert examples is not None
+    size_bytes = sum(map(example_bytes, examples[:4])) + sum(group.name_bytes for group in sealed[:4:2])
+    maker = FifoBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=size_bytes + spare_bytes))
+    for example, group in zip(examples, sealed, strict=True):
+        maker.add_rollout(example, group)
+    assert maker.create_batch(100) == examples[: 2 * groups]

@@ -41,6 +41,9 @@ ENTRY = BatchIndexEntry(
 class ScriptedReader:
     """Returns the batches of a list, None where the list has None, and then sets `stop`."""
 
+    apart = 10
+    """Difference between the index offsets of two batches."""
+
     def __init__(self, versions: list[int | None], stop: threading.Event) -> None:
         self._script = list(enumerate(versions))
         self._stop = stop
@@ -66,8 +69,8 @@ class ScriptedReader:
             size_bytes=1,
             digest=batch.digest,
         )
-        self.position = 10 * number + 1
-        return IndexedBatch(entry, 10 * number)
+        self.position = self.apart * number + 1
+        return IndexedBatch(entry, self.apart * number)
 
 
 def take(
@@ -322,7 +325,7 @@ def last_steps(versions: list[int | None], **more: Any) -> tuple[list[StepPlan],
     """The steps of a run that is drained after these batches, and the skips reported meanwhile."""
     stop, reported = threading.Event(), []
     reader = DrainedReader(versions, stop)
-    end = 10 * (len(versions) - 1) + 1
+    end = reader.apart * (len(versions) - 1) + 1
     selection = BatchSelection(
         reader,  # type: ignore[arg-type]
         rollouts_per_step=40,
@@ -349,7 +352,9 @@ def test_batches_skipped_at_the_end_of_a_drained_run_are_reported() -> None:
     assert [[use.index_offset for use in uses] for uses in reported] == [[30, 40]]
 
 
-def test_a_short_step_on_record_stays_short_when_the_run_went_on() -> None:
-    ends = {1: 10}
-    plans, _ = last_steps([0] * 5, last_of=ends.get)
-    assert [[use.index_offset for use in plan.uses] for plan in plans] == [[0, 10], [20, 30, 40]]
+@pytest.mark.parametrize("apart", [1, 10])
+def test_a_short_step_on_record_stays_short_when_the_run_went_on(apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedReader, "apart", apart)
+    plans, _ = last_steps([0] * 5, last_of={1: apart}.get)
+    assert [use.index_offset for use in plans[0].uses] == [0, apart]
+    assert plans[1].uses[0].index_offset == 2 * apart

@@ -47,6 +47,8 @@ def test_more_than_the_tolerance_is_refused_and_so_are_other_batches() -> None:
     for same_bits in (True, False):
         with pytest.raises(StateRefused):
             difference_from(RECORD, "now", (), MEASURES, same_bits, 1.0)
+        with pytest.raises(StateRefused):
+            difference_from(RECORD, "then", (), MEASURES, same_bits, 1.0)
 
 
 def test_the_difference_is_the_largest_relative_one_of_what_a_step_measures() -> None:
