@@ -31,6 +31,15 @@ JAX_FREE = (
     "rollstream.consumers.weights.state_manager",
     "rollstream.consumers.batch_reader",
     "rollstream.consumers.step_writer",
+    "rollstream.consumers.grouping.process.grouping_process",
+    "rollstream.topics.kafka.provisioning",
+    "rollstream.producers.worker_process",
+    "rollstream.producers.inference.server",
+    "rollstream.pipeline.cli",
+    "rollstream.pipeline.run.demo",
+    "rollstream.pipeline.run.command",
+    "rollstream.pipeline.roles.env",
+    "rollstream.pipeline.roles.group",
 )
 
 
