@@ -13,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.cpu_budgets import CpuSeconds
+
 # All tests run on the CPU, for equal bits everywhere, and so that JAX does not look for a TPU where libtpu is.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests and the processes that they start compile the same small programs; what one compiled, the others load.
@@ -59,6 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("java", "container"),
         help="what the tests' broker runs in (default: KAFKA_BOOTSTRAP_SERVERS if set, else java)",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(ROOT))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
