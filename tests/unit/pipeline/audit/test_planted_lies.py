@@ -1,6 +1,7 @@
 """One lie for each sentence that ledger, verify and lineage can say, planted in a copy of one recorded run."""
 
 import ast
+import json
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger.proof import Books
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.tools.lineage import lineage_trees
 from rollstream.pipeline.tools.run_view import RunView
@@ -629,7 +631,16 @@ def firsts(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def by_ledger(world: World) -> tuple[str, ...]:
-    book = world.result_of(lambda: ledger(KAFKA, RUN))
+    """All that a ledger says, which goes on from its saved state to say the same."""
+
+    def read() -> list[Ledger]:
+        books, again = Books(KAFKA, RUN), Books(KAFKA, RUN)
+        whole = books.read()
+        again.restore(json.loads(json.dumps(books.state())))
+        return [whole, again.read()]
+
+    book, again = world.result_of(read)
+    assert again.as_dict() == book.as_dict()
     assert book.balanced == (not book.problems)
     return firsts([*book.problems, *book.undecided, *book.unreadable])
 
