@@ -43,7 +43,9 @@ class UnlabelledPartition:
         """By fact (LABELED or LETTERED) and offset, how often other topics name the offset, if more than once."""
         self.begin = 0
         self.position: int | None = None
-        """Next offset to be labeled; None if nothing is committed."""
+        """Next offset to be labeled; None if nothing is committed, or if the position is hidden."""
+        self.hidden = False
+        """Whether an open transaction hides the position."""
         self.progress = LabelingProgress(topic_id="")
         self._judged = self.table
 
@@ -59,11 +61,11 @@ class UnlabelledPartition:
         part.times = {(fact, offset): times for fact, offset, times in state["times"]}
         return part
 
-    def place(self, begin: int, position: GroupPosition) -> None:
-        """Set the first offset of the partition, and the position up to which it is labeled."""
-        self.begin = begin
-        self.position = position.offset if position.offset >= 0 else None
-        self.progress = LabelingProgress.decode(position)
+    def place(self, begin: int, position: GroupPosition | None) -> None:
+        """Set the first offset of the partition, and the position up to which it is labeled, None if it is hidden."""
+        self.begin, self.hidden = begin, position is None
+        self.position = position.offset if position is not None and position.offset >= 0 else None
+        self.progress = LabelingProgress(topic_id="") if position is None else LabelingProgress.decode(position)
 
     def count(self, offset: int, fact: int) -> None:
         """Count one record of another topic that names an offset."""
@@ -127,7 +129,7 @@ class UnlabelledPartition:
                 for (kind, o), times in sorted(self.times.items())
                 if kind == fact and (self.position is None or o < self.position)
             ]
-        if self.position is None and (labeled.total or lettered.total or self.begin):
+        if self.position is None and not self.hidden and (labeled.total or lettered.total or self.begin):
             why = "was labeled" if labeled.total or lettered.total else f"begins at offset {self.begin}"
             remedy = "commit it again with `rollstream role label recover`"
             problems.append(f" {why}, but no position is committed: {remedy}")
@@ -222,8 +224,9 @@ class LabelingRecords:
 
 def _positions(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
-) -> dict[int, tuple[int, GroupPosition]]:
-    """Return the first offset of each partition of `unlabelled`, and the position that labeling has committed."""
+) -> dict[int, tuple[int, GroupPosition | None]]:
+    """Return the first offset of each partition of `unlabelled`, and the position that labeling has committed, None if
+    an open transaction hides it."""
     bounds = topic_admin.bounds(kafka, topic_name(run, "unlabelled"))
     topic = topic_name(run, "unlabelled")
     committed: dict[int, GroupPosition] = {}
@@ -241,10 +244,7 @@ def _positions(
                 f"unlabelled[{number}] begins at offset {begin}, and group {labeling_group} has read up to "
                 f"{read}: {begin - read} offsets were deleted unread"
             )
-    return {
-        number: (begin, committed.get(number, GroupPosition(topic, number, -1)))
-        for number, (begin, _end) in bounds.items()
-    }
+    return {number: (begin, committed.get(number)) for number, (begin, _end) in bounds.items()}
 
 
 def _sum_up(partitions: Mapping[int, UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
