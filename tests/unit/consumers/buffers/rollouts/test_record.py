@@ -114,7 +114,11 @@ def test_a_record_is_kept_whole_also_in_the_log() -> None:
                 },
             ),
             RecordTurn(
-                message="", role="assistant", logprobs=[], inference_metadata=InferenceMetadata(model_version=3)
+                message="",
+                role="assistant",
+                tokens=[],
+                logprobs=[],
+                inference_metadata=InferenceMetadata(model_version=3),
             ),
         ],
         metadata={"worker_id": "w", "weight_step": 7, "text": "[1]", "list": [1, {"a": None}]},
