@@ -295,7 +295,8 @@ class RunConfig:
             batch_rollouts=self.grouping.batch_rollouts,
             group_size=group_size,
             # Each gateway of a run knows the sessions of all gateways, so together they count as one worker.
-            workers=self.supervisor.workers + (1 if self.gateway.port else 0),
+            # Without either, somebody starts a worker by hand.
+            workers=max(1, self.supervisor.workers + (1 if self.gateway.port else 0)),
             in_flight=_UNREAD_FACTOR * self.worker.concurrency * group_size,
         )
 

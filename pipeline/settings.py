@@ -116,7 +116,7 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
     if path is None:
         return
     try:
-        document = path.read_text(encoding="utf-8")
+        document = path.read_text(encoding="utf-8-sig")
         content = tomllib.loads(document)
     except OSError as error:
         raise ConfigurationError(f"configuration file {path} cannot be read: {error.strerror}") from error

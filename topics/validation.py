@@ -32,6 +32,9 @@ from rollstream.topics.rl_examples import REFERENCE
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability that counts as a rounding error (float16 servers reach 5e-4)."""
 
+NO_LOGPROB = -9999.0
+"""vLLM's stand-in for a log-probability that JSON cannot represent; a loss would take it for a real one."""
+
 REWARD_LIMIT = 1e30
 """Largest absolute reward: advantages are float32, and sums of squares must stay finite in float64."""
 
@@ -236,6 +239,8 @@ def _token_problems(rollout: Rollout) -> list[str]:
         least, most = float(np.minimum.reduce(rollout.logprobs)), float(np.maximum.reduce(rollout.logprobs))
         if not (math.isfinite(least) and math.isfinite(most)):
             issues.append("logprobs holds NaN or infinity")
+        elif least <= NO_LOGPROB:
+            issues.append(f"logprobs holds {least:g}, which stands for an unknown log-probability")
         elif most > LOGPROB_TOLERANCE:
             issues.append(f"logprobs holds {most:g}, above 0")
         elif (

@@ -15,12 +15,11 @@ import numpy as np
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
+from rollstream.topics.validation import NO_LOGPROB
 
 Dialect = Literal["chat", "completions", "generate", "sglang"]
 _ABORTED = "abort"
 """Reason that vLLM and SGLang give for the end of a sample that they abort."""
-_NO_LOGPROB = -9999.0
-"""vLLM's stand-in for a log-probability that JSON cannot represent."""
 _TOKEN_ID = "token_id:"
 """Prefix of tokens that vLLM returns as ids."""
 _TOO_LONG_CODES = {"context_length_exceeded", "context_window_exceeded"}
@@ -189,7 +188,7 @@ def _sample(
     if not isinstance(finish_reason, str):
         raise ValueError("finish_reason is missing")
     values = np.asarray(logprobs, np.float32)
-    if not all(value > _NO_LOGPROB and math.isfinite(value) for value in values.tolist()):
+    if not all(value > NO_LOGPROB and math.isfinite(value) for value in values.tolist()):
         raise InferenceRefused(f"{source} answered with a logprob that is not finite")
     return Sample(
         text="" if text is None else str(text),

@@ -76,7 +76,7 @@ def answer_of(text: str) -> Decimal | None:
 def _read(path: Path, split: str, template: str) -> Iterator[Prompt]:
     """Yield the problems of a file, named by split and line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the problems of {path}: {error}") from error
     for number, line in enumerate(lines, start=1):

@@ -116,7 +116,7 @@ def _number(text: str) -> Decimal | None:
 def _questions(path: Path, question: str, answer: str, template: str) -> Iterator[Prompt]:
     """Yield the questions of a file, each named by its line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the questions of {path}: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -124,7 +124,9 @@ def _questions(path: Path, question: str, answer: str, template: str) -> Iterato
             continue
         try:
             fields = json.loads(line)
-            text, right = str(fields[question]), str(fields[answer])
+            if None in (given := (fields[question], fields[answer])):
+                raise ValueError("one of them is null")
+            text, right = map(str, given)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
                 f"{path}, line {number}: not a JSON object with {question!r} and {answer!r}; name the fields in options"

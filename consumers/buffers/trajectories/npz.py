@@ -103,6 +103,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
                 raise ValueError(f"it has {len(mapped)} bytes; it must have more than {end + header['end']}")
             arrays = {}
             for name, dtype, shape, place in header["arrays"]:
+                if not isinstance(name, str):
+                    raise ValueError(f"an array is named {name!r}; a name must be a text")
                 kind = dtype_of(dtype)
                 count = math.prod(shape)
                 if min(shape, default=0) < 0 or not 0 <= place <= header["end"] - count * kind.itemsize:

@@ -497,3 +497,9 @@ def test_an_error_about_a_value_that_may_hold_a_secret_does_not_show_it(layer: d
     with pytest.raises(ConfigurationError) as error:
         load(path, **{name: value for name, value in layer.items() if name != "file"})
     assert "not to be seen" not in str(error.value)
+
+
+def test_a_run_without_workers_leaves_room_for_one_that_is_started_by_hand() -> None:
+    none, one = (load(flags=[f"supervisor.workers={number}"]).capacity for number in (0, 1))
+    assert none == one
+    assert none.share >= none.group_size

@@ -58,6 +58,10 @@ def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
         ({"logprobs": np.zeros(5, "<f4")}, "logprobs has 5 entries for 4 tokens"),
         ({"logprobs": np.array([0, 0, np.inf, 0], "<f4")}, "logprobs holds NaN or infinity"),
         ({"logprobs": np.array([0, 0, 0.5, 0], "<f4")}, "logprobs holds 0.5, above 0"),
+        (
+            {"logprobs": np.array([0, 0, -1, -9999], "<f4")},
+            "logprobs holds -9999, which stands for an unknown log-probability",
+        ),
         ({"logprobs": np.array([-1, 0, 0, 0], "<f4")}, "logprobs is not 0 where loss_mask is false"),
         ({"token_rewards": np.zeros(3, "<f4")}, "token_rewards has 3 entries for 4 tokens"),
         ({"token_rewards": np.array([0, 0, 0, np.nan], "<f4")}, "token_rewards holds NaN or infinity"),

@@ -93,3 +93,11 @@ def test_a_held_out_answer_that_is_no_number_is_refused_with_its_line(tmp_path: 
     heldout.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "three"}')
     with pytest.raises(ConfigurationError, match=r"heldout.jsonl, line 2: its answer 'three' is not a number"):
         questions(tmp_path, {"question": "1", "answer": "1"}, match="number", heldout=str(heldout))
+
+
+def test_a_null_is_no_answer_and_a_byte_order_mark_no_text(tmp_path: Path) -> None:
+    marked = questions(tmp_path, "\ufeff" + json.dumps({"question": "?", "answer": "4"}))
+    assert [prompt.text for prompt in marked.prompts("heldout")] == ["?"]
+    for fields in ({"question": "?", "answer": None}, {"question": None, "answer": "4"}):
+        with pytest.raises(ConfigurationError, match=r"line 1: not a JSON object with 'question' and 'answer'"):
+            questions(tmp_path, fields)

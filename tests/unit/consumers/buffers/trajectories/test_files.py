@@ -413,6 +413,7 @@ def test_a_header_with_evil_values_or_a_flipped_bit_is_a_documented_error(tmp_pa
         *([["r", "<f8", shape, 0]] for shape in ([-1], [-1, -6], [2, -3], [10**12, 10**12], [2**63], ["a"], [2.5], 2)),
         *([["r", "<f8", [2, 3], place]] for place in (-90, 10**30, 10**3, "0", None)),
         *([["r", dtype, [2, 3], 0]] for dtype in (None, "|O", "<U0", "<f8,<f8", 7)),
+        *([[name, "<f8", [2], 0]] for name in (3, None, True, 1.5)),
         *({"r": 1}, None, [[1, 2, 3]], [[["r"], "<f8", [2], 0]], "arrays"),
     ]
     evil = [{**decoded, "about": {}, "arrays": value} for value in arrays]
