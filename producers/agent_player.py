@@ -74,13 +74,14 @@ async def play_agents(
 async def play_agent(
     environment: AgentEnvironment, gateway: LocalGateway, prompt: Prompt, stamp: EpisodeStamp, limits: EpisodeLimits
 ) -> PlayedEpisode:
-    """Play one episode. Raises errors of writes to the log."""
+    """Play one episode. Raises errors of writes to the log, and any mistake of the gateway's own code."""
     deadline = asyncio.get_running_loop().time() + limits.timeout_s
     attempt, session = 1, await gateway.open(stamp)
     while True:
+        endpoint = gateway.endpoint_of(session)
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                score = await environment.play(prompt, gateway.endpoint_of(session))
+                score = await environment.play(prompt, endpoint)
         except BaseException as error:
             if ends_the_player(error):
                 if isinstance(error, asyncio.CancelledError):
@@ -88,6 +89,7 @@ async def play_agent(
                     with suppress(RollstreamError, TimeoutError):
                         await asyncio.wait_for(gateway.cancel(session, "the worker is stopping"), _GIVE_UP_S)
                 raise
+            gateway.check()
             if timeout.expired():
                 failure = EpisodeFailed(
                     f"an episode of {stamp.environment} took longer than worker.episode_timeout_s {limits.timeout_s:g}"
@@ -95,6 +97,7 @@ async def play_agent(
                 break
             failure = failure_of(stamp.environment, prompt, error)
         else:
+            gateway.check()
             problem = score_problem(score)
             if not problem:
                 try:

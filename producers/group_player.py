@@ -41,7 +41,8 @@ async def play_group(
 ) -> Sequence[Episode | BaseException]:
     """Return the episode of each member, or the error that ended it.
 
-    Errors are EpisodeFailed, InferenceUnavailable and InferenceRefused (ContextTooLong for a prompt that is too long).
+    Errors are EpisodeFailed, InferenceUnavailable and InferenceRefused (ContextTooLong for a prompt that is too long),
+    and mistakes of the sampler's own code, which are no failure of the environment.
     """
     sampler = GroupSampler(client, environment, sampling)
     try:
@@ -59,21 +60,24 @@ async def _member(
     """Play one member. Each attempt uses the same seeds, so that a retry samples the same answers again."""
     deadline = asyncio.get_running_loop().time() + limits.timeout_s
     for attempt in range(1, limits.attempts + 1):
+        generate = sampler.member(index)
         try:
             async with asyncio.timeout_at(deadline) as timeout:
-                episode = await environment.run(prompt, sampler.member(index))
+                episode = await environment.run(prompt, generate)
         except (InferenceUnavailable, InferenceRefused):
             # The client has already retried.
             raise
         except BaseException as error:
             if ends_the_player(error):
                 raise
+            generate.check()
             if timeout.expired():
                 raise EpisodeFailed(
                     f"an episode of {environment.name} took longer than worker.episode_timeout_s {limits.timeout_s:g}"
                 ) from error
             failure = failure_of(environment.name, prompt, error)
         else:
+            generate.check()
             problem = episode_problem(episode)
             if not problem:
                 return episode

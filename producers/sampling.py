@@ -16,6 +16,7 @@ from rollstream.producers.inference.client import Completion
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
 from rollstream.producers.inference.requests import SampleRequest
+from rollstream.topics.errors import RollstreamError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,26 @@ class MemberSampler:
         self._last: Completion | None = None
         self.full = False
         """Whether the context had no room for a reply."""
+        self._mistake: Exception | None = None
+
+    def check(self) -> None:
+        """Raise the error of our own code that ended a call, even if the environment caught it."""
+        if self._mistake is not None:
+            raise self._mistake
 
     async def __call__(self, text: str) -> Completion | ContextFull:
         """Return the reply to a text. Raises ContextTooLong if the first text is too long, or if `full` is set."""
+        if not isinstance(text, str):
+            raise TypeError(f"generate takes a str, not a value of type {type(text).__name__}")
+        try:
+            return await self._reply(text)
+        except RollstreamError:
+            raise
+        except Exception as error:
+            self._mistake = error
+            raise
+
+    async def _reply(self, text: str) -> Completion | ContextFull:
         if self.full:
             raise ContextTooLong(
                 "the environment continued after its context was full; end the episode at a truncated reply"

@@ -95,7 +95,7 @@ class _FailuresOfServer(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
-        return kind is None or not issubclass(kind, HttpProcessingError)
+        return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError)
 
 
 logger.addFilter(_FailuresOfServer())
@@ -218,6 +218,9 @@ def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_
                 except ConnectionError:
                     # Nobody reads this answer; it keeps the server from logging a failure.
                     raise web.HTTPBadRequest(reason="the client disconnected before the end of the body") from None
+                except web.RequestPayloadError as error:
+                    reason = f"the body cannot be decoded: {' '.join(str(error).split())}"
+                    raise web.HTTPBadRequest(reason=reason, headers={"Connection": "close"}) from error
                 except web.HTTPRequestEntityTooLarge:
                     most = request.client_max_size
                     raise web.HTTPRequestEntityTooLarge(most, most + 1, reason=too_large) from None

@@ -37,6 +37,13 @@ def setup(level: str = "info") -> None:
     logging.getLogger("rollstream").setLevel(level.upper())
 
 
-def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object) -> None:
-    """Log the event `name` with its fields."""
-    logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)
+def event(
+    logger: logging.Logger,
+    name: str,
+    *,
+    level: int = logging.INFO,
+    exc_info: Any = None,
+    **fields: object,
+) -> None:
+    """Log the event `name` with its fields, and with the traceback of the error `exc_info`."""
+    logger.log(level, name, exc_info=exc_info, extra={_FIELDS: fields}, stacklevel=2)

@@ -152,10 +152,10 @@ class LocalStore:
             yield
         except FileNotFoundError:
             raise
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError for a name with a NUL
+            fault = getattr(error, "strerror", None) or error
             raise StoreError(
-                f"{self.root / name} cannot be {done} ({error.strerror or error}); check the disk and the permissions "
-                "there"
+                f"{self.root / name} cannot be {done} ({fault}); check the disk and the permissions there"
             ) from error
 
 

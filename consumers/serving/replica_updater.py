@@ -203,6 +203,7 @@ class ReplicaUpdater:
             logger,
             "replica_update_failed",
             level=logging.ERROR,
+            exc_info=error,
             url=self.url,
             version=checkpoint.version,
             attempt=self._failed[checkpoint.version],

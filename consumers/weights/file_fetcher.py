@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import Store, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.file_names import place_of
@@ -106,7 +107,7 @@ class _Reading(NamedTuple):
                 data = self._read(chunk)
             except (ChunksGone, WeightsRefused):
                 raise
-            except Exception as error:  # Each file system raises different errors.
+            except (StoreError, OSError) as error:
                 self.problems[chunk.url] = f"{shown(chunk.url)}: {fault_of(error)}"
             else:
                 if not self.take:
@@ -127,7 +128,7 @@ class _Reading(NamedTuple):
         return chunk
 
     def _read(self, chunk: Chunk) -> bytes:
-        """Read a file. Raises ChunksGone, WeightsRefused, or any error of the file system."""
+        """Read a file. Raises ChunksGone, WeightsRefused, and StoreError or OSError if it cannot be read now."""
         root, name = place_of(chunk.url)
         store, version = self.stores[root], self.manifest.version
         try:

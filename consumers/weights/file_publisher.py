@@ -27,7 +27,7 @@ from rollstream.consumers.weights.file_retention import (
 )
 from rollstream.consumers.weights.layout import split
 from rollstream.consumers.weights.parallel import in_parallel
-from rollstream.topics.errors import ConfigurationError, DeliveryError
+from rollstream.topics.errors import DeliveryError
 from rollstream.topics.logs import event
 from rollstream.topics.records import Chunk, PolicyManifest
 
@@ -75,7 +75,7 @@ class FileWriter:
         return f"{self._store.url.rstrip('/')}/{name}"
 
     def store(self, name: str, data: bytes, digest: str) -> None:
-        """Store a file, unless it already exists with these bytes. Raises any error of the file system."""
+        """Store a file, unless it already exists with these bytes. Raises StoreError or OSError if the store fails."""
         before = self._reusable.get(name)
         usable = before is not None and before.size_bytes == len(data) and self._is_young(before)
         if usable and self._holds(name, digest):
@@ -91,7 +91,7 @@ class FileWriter:
     def _holds(self, name: str, digest: str) -> bool:
         try:
             return hashlib.sha256(self._store.read(name)).hexdigest() == digest
-        except Exception:  # Each file system raises different errors. After any of them, the file is written.
+        except (StoreError, OSError):  # The file is written again.
             return False
 
     @property
@@ -171,9 +171,7 @@ class _Writing(NamedTuple):
                 self.writer.store(name, data, digest)
                 self.problems.pop(index, None)
                 break
-            except ConfigurationError:
-                raise
-            except Exception as error:  # Each file system raises different errors.
+            except (StoreError, OSError) as error:
                 self.problems[index] = f"chunk {index}: {fault_of(error)}"
             self.ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)

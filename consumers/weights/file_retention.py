@@ -148,7 +148,7 @@ def _listed(run: str, url: str, timeout_s: float, in_use: bool) -> Mapping[str, 
         if in_use:
             check_mounted(store, run)
         return files
-    except Exception as error:  # Each file system raises different errors.
+    except (StoreError, OSError, ConfigurationError) as error:
         return fault_of(error)
 
 
@@ -203,7 +203,7 @@ def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tupl
         root, name = place_of(url)
         try:
             stores[root].delete(name)
-        except Exception as error:
+        except (StoreError, OSError) as error:
             problems[url] = f"{shown(url)}: {fault_of(error)}"
 
     try:

@@ -155,9 +155,17 @@ class _BrokenStream(Exception):
 class Listener:
     """An HTTP server whose errors are in OpenAI's format."""
 
-    def __init__(self, name: str, max_body_bytes: int, *, max_body_setting: str = "") -> None:
-        """`name` names the server in errors, and `max_body_setting` the setting of `max_body_bytes`."""
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        max_body_bytes: int,
+        *,
+        max_body_setting: str = "",
+        on_mistake: Callable[[Exception], object] = lambda _error: None,
+    ) -> None:
+        """`name` names the server in errors, and `max_body_setting` the setting of `max_body_bytes`. `on_mistake`
+        receives errors that neither a request, a server nor the log can cause."""
+        self._name, self._on_mistake = name, on_mistake
         self._max_body_bytes, self._max_body_setting = max_body_bytes, max_body_setting
         self._server: BoundServer | None = None
         self.errors = 0
@@ -218,7 +226,8 @@ class Listener:
         if isinstance(error, web.HTTPException):
             return _error(error.reason, error.status, "invalid_request"), error.status
         # Only this request fails; the server continues.
-        event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+        event(logger, "request_failed", level=logging.ERROR, exc_info=error, path=request.path, error=repr(error))
+        self._on_mistake(error)
         return _error(repr(error), 500, "internal"), 500
 
 

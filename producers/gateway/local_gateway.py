@@ -85,6 +85,7 @@ class LocalGateway:
             on_written=self._note_written,
         )
         self._playing: dict[str, CapturedSession] = {}
+        self._mistakes: list[Exception] = []
         self._failures: dict[str, RollstreamError] = {}
         """Errors of the calls that failed sessions."""
         self._written: dict[str, Sequence[Rollout]] = {}
@@ -101,7 +102,7 @@ class LocalGateway:
                 self._stack.push_async_callback(self._stop_attending)
                 self._stop = asyncio.Event()
                 self._attending = asyncio.ensure_future(self._parts.service.attend(self._stop))
-            listener = Listener("capture", _MOST_BODY)
+            listener = Listener("capture", _MOST_BODY, on_mistake=self._mistakes.append)
             self._stack.push_async_callback(listener.close)
             calls = CallRoutes(self._parts.capture, self._session_of, self._fail)
             self._url = await listener.listen(calls.routes("/sessions/{session}/v1"), "127.0.0.1", 0)
@@ -134,6 +135,12 @@ class LocalGateway:
         session = await self._parts.service.open(stamp, attempt)
         self._playing[session.name] = session
         return session
+
+    def check(self) -> None:
+        """Raise the first error of our own code that failed a call. Agents see it as an answer of the server, and would
+        fail every episode with it."""
+        if self._mistakes:
+            raise self._mistakes[0]
 
     def endpoint_of(self, session: CapturedSession) -> Endpoint:
         """Return the address of a session for its environment."""

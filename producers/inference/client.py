@@ -221,12 +221,12 @@ class CompletionsClient:
                     faults += 1
                     if faults == MOST_FAULTS:
                         raise error.refusal from error
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                cause = error
             except aiohttp.InvalidURL as error:
                 raise InferenceRefused(
                     f"{replica.url} is not a URL; set worker.inference_urls to URLs like http://host:8000/v1"
                 ) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                cause = error
             self._replicas.failed(replica, time.monotonic(), asked_s)
 
     async def _samples(self, replica: Replica, request: SampleRequest) -> list[Sample]:

@@ -192,7 +192,7 @@ class InferenceServer:
 
     def _failed_request(self, request: web.Request, error: Exception) -> None:
         self._errors += 1
-        event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+        event(logger, "request_failed", level=logging.ERROR, exc_info=error, path=request.path, error=repr(error))
 
     def _try_again(self, error: Exception, status: int, code: str) -> web.Response:
         self._errors += 1

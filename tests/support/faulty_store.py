@@ -94,3 +94,8 @@ def faulty_store() -> Iterator[type[FaultyFiles]]:
         yield FaultyFiles
     finally:
         FaultyFiles.released.set()
+
+
+def mistaken(*_: object) -> None:
+    """A method with a mistake, in place of one of a store."""
+    raise NameError("name 'stored' is not defined")

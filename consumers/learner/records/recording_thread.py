@@ -66,5 +66,5 @@ class RecordingThread(Closing):
         try:
             self.wait()
         except Exception as error:  # of any kind: it must not hide the error that ends the learner
-            event(logger, "recording_failed", level=logging.WARNING, error=repr(error))
+            event(logger, "recording_failed", level=logging.WARNING, exc_info=error, error=repr(error))
         self._pool.shutdown()

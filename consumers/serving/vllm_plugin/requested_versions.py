@@ -140,7 +140,15 @@ class RequestedVersions(Closing):
                     named = isinstance(failure, RollstreamError)
                     error = str(failure) if named else f"{type(failure).__name__}: {failure}"
                     final = isinstance(failure, _FINAL)
-                    event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
+                    mistake = None if named else failure
+                    event(
+                        logger,
+                        "version_not_fetched",
+                        level=logging.ERROR,
+                        exc_info=mistake,
+                        version=version,
+                        error=error,
+                    )
                     reading = readers is not None and isinstance(failure, VersionNotHeld) and not readers[0].caught_up
                     if version not in self._manifests and not reading:
                         # The next request reads all manifests again, because the follower may have failed for good.

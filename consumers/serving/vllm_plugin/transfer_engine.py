@@ -142,7 +142,7 @@ class LogTransferEngine:
         try:
             how = self._load(held.arrays, base)
         except Exception as error:
-            event(logger, "version_not_loaded", level=logging.ERROR, version=version, error=str(error))
+            event(logger, "version_not_loaded", level=logging.ERROR, exc_info=error, version=version, error=str(error))
             raise UpdateFailed(
                 f"policy version {version} could not be loaded ({error}); the weights may be torn"
             ) from error
@@ -186,29 +186,34 @@ class LogTransferEngine:
         if base is not None and self._in_place:
             changes = changed_elements(base.arrays, arrays)
             if changes is not None:
-                try:
-                    self._patch(changes, arrays)
+                if self._patch(changes, arrays):
                     return "in place"
-                except Exception as error:  # The model's loader rejects patches, and would reject later ones.
-                    self._in_place = False
-                    event(logger, "no_updates_in_place", level=logging.WARNING, error=str(error))
+                self._in_place = False
         self._load_whole(arrays)
         return "whole"
 
-    def _patch(self, changes: Mapping[str, NDArray[np.int64]], arrays: Arrays) -> None:
+    def _patch(self, changes: Mapping[str, NDArray[np.int64]], arrays: Arrays) -> bool:
+        """Load changed elements; return False if vLLM or the model's loader rejects them, as it would later ones."""
         import torch
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        )
 
+        try:
+            from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+                CheckpointWeightPatch,
+                load_checkpoint_weight_patches,
+            )
+        except ImportError as error:
+            return _not_patched(error)
         patches = []
         for name, places in changes.items():
             values = tensor_of(arrays[name].reshape(-1)[places]).to(self.device)
             indices = torch.from_numpy(places).to(self.device)
             patches.append(CheckpointWeightPatch(name, arrays[name].shape, values.dtype, values, indices))
-        load_checkpoint_weight_patches(self.model, patches, validate_unique_indices=False)
-        _finish_on_device()
+        try:
+            load_checkpoint_weight_patches(self.model, patches, validate_unique_indices=False)
+            _finish_on_device()
+        except Exception as error:  # Each model's loader raises different errors.
+            return _not_patched(error)
+        return True
 
     def _load_whole(self, arrays: Arrays) -> None:
         import torch
@@ -230,6 +235,11 @@ class LogTransferEngine:
         if missing:
             raise UpdateFailed(f"the version lacks {len(missing)} parameters, such as {', '.join(missing[:3])}")
         _finish_on_device()
+
+
+def _not_patched(error: Exception) -> bool:
+    event(logger, "no_updates_in_place", level=logging.WARNING, exc_info=error, error=str(error))
+    return False
 
 
 def _finish_on_device() -> None:

@@ -97,7 +97,7 @@ class PageServer:
         except (TimeoutError, RollstreamError, sqlite3.Error) as error:
             return of_error(error, asks=request.method == "GET")
         except Exception as error:  # only this request fails; the server goes on
-            event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+            event(logger, "request_failed", level=logging.ERROR, exc_info=error, path=request.path, error=repr(error))
             return answers.refusal(500, "this request failed; the server's log has the error")
 
     def _check(self, request: web.Request) -> None:

@@ -15,6 +15,7 @@ from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.episodes.branches import branches_of
+from rollstream.producers.gateway.capture import CallCapture
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
@@ -227,3 +228,13 @@ def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
 
     with nobody_listening() as before, serving_http(answering(body)) as after:
         asyncio.run(scenario(before, after))
+
+
+@pytest.mark.parametrize("agent", [Sums(), SwallowingSums()])
+def test_a_mistake_of_the_capture_is_no_failure_of_the_agent(monkeypatch: pytest.MonkeyPatch, agent: Sums) -> None:
+    async def mistaken(*_: object, **__: object) -> None:
+        raise NameError("name 'labeled' is not defined")
+
+    monkeypatch.setattr(CallCapture, "answer", mistaken)
+    with serving_http(answering(sampled())) as url, pytest.raises(NameError, match="labeled"):
+        asyncio.run(error_of(agent, url))

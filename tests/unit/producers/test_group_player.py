@@ -1,6 +1,7 @@
 """An error of an environment ends an attempt at its episode; only a request to stop or Ctrl-C ends the player."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from fractions import Fraction
 from typing import Any
@@ -161,3 +162,35 @@ def test_a_score_of_numbers_of_any_type_is_kept(reward: Any) -> None:
     [member] = asyncio.run(played(Scoring(score), size=1))
     assert isinstance(member, Episode)
     assert member.score is score
+
+
+class Forgiving(Acting):
+    """An environment that passes over every error of `generate`."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        with contextlib.suppress(Exception):
+            await generate(prompt.text)
+        return Episode(turns=(), score=Score(reward=0.0))
+
+
+@pytest.mark.parametrize("environment", [Acting(succeeds), Forgiving()])
+def test_a_mistake_of_the_sampler_is_no_failure_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: Acting
+) -> None:
+    async def mistaken(*_: object, **__: object) -> None:
+        raise NameError("name 'row_sed' is not defined")
+
+    monkeypatch.setattr(OneTokenPolicy, "complete", mistaken)
+    members = asyncio.run(played(environment))
+    assert [type(member) for member in members] == [NameError, NameError]
+
+
+def test_a_value_that_is_no_text_is_a_failure_of_the_environment_that_asks_with_it() -> None:
+    class Asking(Acting):
+        async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+            await generate(None)  # type: ignore[arg-type]
+            raise AssertionError("generate takes no None")
+
+    [member] = asyncio.run(played(Asking(), size=1))
+    assert type(member) is EpisodeFailed
+    assert "generate takes a str, not a value of type NoneType" in str(member)

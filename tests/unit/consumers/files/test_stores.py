@@ -127,6 +127,8 @@ def test_a_disk_that_fails_is_named(tmp_path: Path) -> None:
         store.delete("folder")
     with pytest.raises(StoreError, match=r"cannot be listed \(File name too long\); check the disk"):
         store.names("x" * 300)
+    with pytest.raises(StoreError, match=r"cannot be read \(embedded null byte\); check the disk"):
+        store.read("a\0")
     assert store.names("nothing") == []
 
 

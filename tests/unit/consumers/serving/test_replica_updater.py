@@ -13,6 +13,7 @@ from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import VersionLate, VersionUnfit
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
+from tests.support.log_lines import log_lines
 from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
 
 CONFIG = ServingConfig(retry_s=0.01, attempts=2)
@@ -95,6 +96,7 @@ def test_a_load_that_fails_is_followed_by_the_last_good_version_before_the_engin
         "replica_update_failed",
         "replica_restored",
     ]
+    assert "Traceback" in log_lines(caplog)
 
 
 def test_a_version_that_keeps_failing_is_left_and_the_next_one_is_taken(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import PolicyManifest, Tensor
+from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
 
 FULL_EVERY = 10
@@ -153,6 +154,18 @@ def test_an_error_says_whether_another_attempt_may_help(monkeypatch: pytest.Monk
         log.damaged.add(2)
         assert (await_error(requested, 1), requested.status().final) == ("version 1 is late", False)
         assert (await_error(requested, 2), requested.status().final) == ("version 2 is damaged", True)
+
+
+def test_a_mistake_of_ours_is_logged_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistaken(*_: Any, **__: Any) -> None:
+        raise NameError("name 'manifest' is not defined")
+
+    with requesting(monkeypatch, 1) as (_log, requested):
+        monkeypatch.setattr(requested_versions, "load_version", mistaken)
+        assert await_error(requested, 0) == "NameError: name 'manifest' is not defined"
+    assert ", in mistaken" in log_lines(caplog)
 
 
 def test_a_version_with_adapters_is_refused_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

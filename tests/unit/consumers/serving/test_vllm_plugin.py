@@ -14,9 +14,10 @@ import pytest
 from rollstream.consumers.serving.vllm_plugin import transfer_engine
 from rollstream.consumers.serving.vllm_plugin.registration import register
 from rollstream.consumers.serving.vllm_plugin.requested_versions import HeldVersion
-from rollstream.consumers.serving.vllm_plugin.transfer_engine import LogTransferEngine, changed_elements
+from rollstream.consumers.serving.vllm_plugin.transfer_engine import LogTransferEngine, UpdateFailed, changed_elements
 from rollstream.consumers.serving.vllm_plugin.worker_extension import WorkerExtension
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
+from tests.support.log_lines import log_lines
 
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4).astype(ml_dtypes.bfloat16)
 
@@ -110,6 +111,22 @@ def processing(name: str, *bases: type) -> Any:
     return type(name, bases, {"process_weights_after_loading": lambda *_: None})()
 
 
+def engine_of(monkeypatch: pytest.MonkeyPatch, layer: Layer) -> LogTransferEngine:
+    """An engine that has loaded version 0 of a model; version 1 changes one element."""
+    table = TABLE.astype(np.float32)
+    versions = {0: {"table": table}, 1: {"table": changed(table, 3)}}
+    log = SimpleNamespace(take=lambda version: HeldVersion(version, versions[version]))
+    monkeypatch.setattr(transfer_engine, "RequestedVersions", lambda *_, **__: log)
+    install_vllm(monkeypatch)
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    model = Layer(Layer(quant_method=processing("UnquantizedLinearMethod")), layer)
+    engine = LogTransferEngine(None, vllm_config, SimpleNamespace(type="cuda"), model)
+    engine.init_transfer_engine(engine.parse_init_info({"run": "main"}))
+    engine.update_weights({"version": 0})
+    assert engine.updates == {"whole": 1}
+    return engine
+
+
 def install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let functions of torch and vLLM do nothing; tests of the engines call the real ones."""
     tensor = SimpleNamespace(dtype="float32")
@@ -151,19 +168,29 @@ def install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_model_without_layers_that_repack_is_changed_in_place(
     monkeypatch: pytest.MonkeyPatch, layer: Layer, how: str
 ) -> None:
-    table = TABLE.astype(np.float32)
-    versions = {0: {"table": table}, 1: {"table": changed(table, 3)}}
-    log = SimpleNamespace(take=lambda version: HeldVersion(version, versions[version]))
-    monkeypatch.setattr(transfer_engine, "RequestedVersions", lambda *_, **__: log)
-    install_vllm(monkeypatch)
-    vllm_config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
-    model = Layer(Layer(quant_method=processing("UnquantizedLinearMethod")), layer)
-    engine = LogTransferEngine(None, vllm_config, SimpleNamespace(type="cuda"), model)
-    engine.init_transfer_engine(engine.parse_init_info({"run": "main"}))
-    engine.update_weights({"version": 0})
-    assert engine.updates == {"whole": 1}
+    engine = engine_of(monkeypatch, layer)
     engine.update_weights({"version": 1, "onto": 0})
     assert engine.updates[how] == (1 if how == "in place" else 2)
+
+
+def test_a_loader_that_rejects_patches_gets_versions_whole_and_a_mistake_of_ours_fails_the_update(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise NameError("name 'patches' is not defined")
+
+    loader = "vllm.model_executor.model_loader.checkpoint_weight_patch"
+    engine = engine_of(monkeypatch, Layer())
+    monkeypatch.setattr(sys.modules[loader], "load_checkpoint_weight_patches", mistaken)
+    engine.update_weights({"version": 1, "onto": 0})
+    assert engine.updates == {"whole": 2}
+
+    engine = engine_of(monkeypatch, Layer())
+    monkeypatch.setattr(transfer_engine, "tensor_of", mistaken)
+    caplog.clear()
+    with pytest.raises(UpdateFailed, match="patches"):
+        engine.update_weights({"version": 1, "onto": 0})
+    assert ", in mistaken" in log_lines(caplog)
 
 
 def test_every_process_of_vllm_asks_for_the_tiles_that_its_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:

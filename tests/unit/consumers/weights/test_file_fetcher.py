@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.files.stores import FsspecStore
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.file_fetcher import MOST_ABANDONED, fetch_files
 from rollstream.consumers.weights.file_names import file_name
 from rollstream.consumers.weights.parallel import abandoned_threads
 from rollstream.topics.records import Chunk, PolicyManifest
-from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store, mistaken
 from tests.support.waiting import eventually
 
 FILES = 5
@@ -181,3 +182,12 @@ def test_a_directory_that_is_not_there_may_come_and_a_protocol_nobody_knows_too(
         fetched(version, timeout_s=0.3)
     with pytest.raises(ChunksLate, match=r"nosuch://.*fsspec cannot open it"):
         fetched(manifest("nosuch://bucket"), timeout_s=60)
+
+
+def test_a_mistake_of_ours_is_raised_and_not_tried_again(
+    store: type[FaultyFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = manifest()
+    monkeypatch.setattr(FsspecStore, "read", mistaken)
+    with pytest.raises(NameError):
+        fetched(version, timeout_s=1)

@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollstream.consumers.files.stores import FsspecStore
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
 from rollstream.consumers.weights.file_fetcher import fetch_files
 from rollstream.consumers.weights.file_publisher import FilePublisher
+from rollstream.consumers.weights.file_retention import remove_files
 from rollstream.consumers.weights.layout import ContentBuffer, full_content
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.params_digest import tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
-from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store, mistaken
 from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
 
@@ -194,3 +196,20 @@ def test_a_publisher_starts_though_the_store_gives_no_list(
     assert read(manifest(0, params(0), chunks))
     assert "weight_files_left" in log_lines(caplog)
     assert "password" not in log_lines(caplog)
+
+
+@pytest.mark.parametrize("call", ["write", "listing"])
+def test_a_mistake_of_ours_is_raised_and_not_tried_again(
+    store: type[FaultyFiles], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(FsspecStore, call, mistaken)
+    with pytest.raises(NameError):
+        FilePublisher("main", replace(CONFIG, store_timeout_s=1.0), {}).write(0, content_of(params(0)))
+
+
+def test_a_mistake_of_ours_is_no_file_that_was_not_removed(
+    store: type[FaultyFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FsspecStore, "delete", mistaken)
+    with pytest.raises(NameError):
+        remove_files([f"{CONFIG.url}/main/00000000/file"], at_once=1, timeout_s=60)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -19,6 +20,7 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamEvent
 from rollstream.topics.errors import RecordTooLarge, RollstreamError
 from rollstream.topics.records import ModelCall, SessionEvent
+from tests.support.log_lines import log_lines
 from tests.support.memory_session_log import log_of
 
 PATIENCE_S = 60
@@ -244,3 +246,24 @@ def test_a_stream_that_repeats_one_in_flight_does_not_wait_for_ever_for_a_client
 
     asyncio.run(scenario())
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "to leave is no error"
+
+
+def test_a_mistake_of_ours_is_logged_with_its_traceback_and_a_broken_body_is_the_clients(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def mistaken(*_: object, **__: object) -> None:
+        raise NameError("name 'labeled' is not defined")
+
+    monkeypatch.setattr(CallCapture, "answer", mistaken)
+
+    async def statuses() -> list[int]:
+        async with listening(BrokenUpstream()) as (url, _, _), aiohttp.ClientSession() as http:
+            requests: list[dict[str, Any]] = [
+                {"json": {"prompt": "21>"}},
+                {"data": b"{}", "headers": {"Content-Encoding": "gzip"}},
+            ]
+            return [(await http.post(f"{url}/completions", **request)).status for request in requests]
+
+    assert asyncio.run(statuses()) == [500, 400]
+    assert log_lines(caplog).count("Traceback") == 1
+    assert ", in mistaken" in log_lines(caplog)

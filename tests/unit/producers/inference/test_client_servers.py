@@ -323,3 +323,18 @@ def test_a_request_at_which_every_server_fails_is_given_up_long_before_its_deadl
     with serving_http(server) as url, pytest.raises(InferenceRefused, match=r"500 CUDA error"):
         asyncio.run(run(url))
     assert server.paths()["/v1/completions"] == 3
+
+
+def test_a_server_that_does_not_speak_http_is_unavailable() -> None:
+    async def garbage(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(garbage, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            async with CompletionsClient([url], engine="rollstream", timeout_s=0.5) as client:
+                await ask(client)
+
+    with pytest.raises(InferenceUnavailable, match="Bad status line"):
+        asyncio.run(run())

@@ -13,6 +13,7 @@ import pytest
 
 from rollstream.producers.inference.server import InferenceServer
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from tests.support.log_lines import log_lines
 from tests.support.producing import TOKENIZER, SortingGenerator, serving
 from tests.support.waiting import eventually
 
@@ -262,7 +263,9 @@ def test_an_answer_names_the_lowest_and_the_highest_version_that_sampled_it() ->
         assert {c.lowest_version for c in answer.choices} <= started
 
 
-def test_a_generator_that_fails_costs_its_batch_only() -> None:
+def test_a_generator_that_fails_costs_its_batch_only_and_its_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def fail_on_nines(prompts: list[str]) -> None:
         if "99>" in prompts:
             raise ValueError("no nines")
@@ -272,6 +275,7 @@ def test_a_generator_that_fails_costs_its_batch_only() -> None:
         with pytest.raises(openai.InternalServerError, match="no nines"):
             client.completions.create(model="policy", prompt="99>")
         assert client.completions.create(model="policy", prompt="21>", temperature=0).choices[0].text == "12"
+    assert ", in fail_on_nines" in log_lines(caplog)
 
 
 def test_weights_that_cannot_be_followed_stop_the_server_rather_than_grow_stale() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from rollstream.consumers.learner.records import recording_thread
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
+from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
 
 
@@ -118,3 +119,4 @@ def test_closing_waits_and_leaves_the_error_that_ended_the_learner(caplog: pytes
     with pytest.raises(KeyError, match="the loader"):
         with_an_error_of_its_own()
     assert [record.getMessage() for record in caplog.records] == ["recording_failed"]
+    assert ", in fail" in log_lines(caplog)

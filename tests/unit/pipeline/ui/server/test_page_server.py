@@ -18,6 +18,7 @@ from rollstream.pipeline.ui.server.page_files import PageFiles
 from rollstream.pipeline.ui.server.page_server import PageServer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from tests.support.log_lines import log_lines
 from tests.support.page import Answer, PageClient, page_server
 
 SECRET = "a secret of thirty-one letters."
@@ -243,6 +244,17 @@ def test_brokers_that_do_not_answer_hold_up_nobody_who_asks_for_something_else(t
             assert page.json("/api/runs/r/ledger")["ledger"] is None
             began = time.monotonic()
         assert time.monotonic() - began < 10, "the server ends whatever the brokers do"
+
+
+def test_a_mistake_of_ours_is_logged_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_page: PageClient
+) -> None:
+    def mistaken(*_: object) -> None:
+        raise NameError("name 'etag' is not defined")
+
+    monkeypatch.setattr(PageFiles, "answer", mistaken)
+    assert open_page.get("/").status == 500
+    assert ", in mistaken" in log_lines(caplog)
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
