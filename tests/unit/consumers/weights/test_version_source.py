@@ -29,9 +29,10 @@ def test_a_follower_begins_with_the_newest_version_and_never_goes_back(
     monkeypatch.setattr(TopicFollower, "poll", lambda follower, _most, wait_s: poll(follower, 1, wait_s))
 
     def publish() -> None:
+        # A source keeps the manifests of the versions on which the newest one builds.
         with StepWriter(KAFKA, RUN, take_over=True) as writer:
             for number in range(1, 4):
-                writer.publish_version({"w": np.full(4, number, "<f4")})
+                writer.publish_version({"w": np.where(np.arange(400) == 7, number, 0).astype("<f4")})
 
     def follow(source: VersionSource) -> list[int]:
         versions = (source.poll() for _ in range(20))
@@ -47,5 +48,7 @@ def test_a_follower_begins_with_the_newest_version_and_never_goes_back(
             return [first, follow(source)]
 
     world.result_of(publish)
+    manifests = [decode_as(PolicyManifest, e.value) for e in run.log("policies").entries if e.value is not None]
+    assert [manifest.kind for manifest in manifests] == ["full", "full", "delta", "delta"]
     world.scheduler.run(lambda: run.cluster.at_rest)
     assert world.result_of(late) == [[3], []]
