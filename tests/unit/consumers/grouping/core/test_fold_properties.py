@@ -88,7 +88,7 @@ def test_cuts_into_transactions_and_snapshots_change_nothing(log: Log) -> None:
     assert outcome(fold(log, cut)) == outcome(uncut(log))
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=EXAMPLES // 4)
 @given(log=logs)
 def test_crashes_and_restores_change_nothing(log: Log) -> None:
     expected = outcome(uncut(log))
