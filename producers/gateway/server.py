@@ -4,6 +4,7 @@ Clients of AReaL (session key as Bearer token) and of rllm (session in the URL) 
 """
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -101,8 +102,9 @@ class GatewayServer:
     async def _reward(self, http: web.Request) -> web.Response:
         body = await _json_object(http)
         session = await self._session_of(http, body)
-        turn_rewards = _rewards(body, "turn_rewards")
-        reward: float | None = _number(body["reward"]) if body.get("reward") is not None else None
+        problems: list[str] = []
+        turn_rewards = _rewards(body, "turn_rewards", problems)
+        reward = None if body.get("reward") is None else _number("reward", body["reward"], problems)
         if body.get("interaction_id") is not None and reward is not None:
             turn_rewards, reward = {**turn_rewards, _text(body, "interaction_id", ""): reward}, None
         if reward is None and not turn_rewards:
@@ -110,8 +112,9 @@ class GatewayServer:
         written = await self._service.reward(
             session,
             reward,
-            components=_rewards(body, "components"),
+            components=_rewards(body, "components", problems),
             turn_rewards=turn_rewards,
+            problem=next(iter(problems), ""),
             request=http.headers.get("Idempotency-Key", "")[:200],
         )
         return self._state(session, written)
@@ -222,9 +225,11 @@ def _integer(body: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
-def _number(value: Any) -> float:
-    """Return a reward as a number; an invalid one becomes NaN, which fails the episode instead of counting as zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _number(name: str, value: Any, problems: list[str]) -> float:
+    """Return a reward as a number, 1 or 0 for true or false. Another value becomes NaN and a problem, which fails the
+    episode instead of counting as zero."""
+    if not isinstance(value, int | float):
+        problems.append(f"{name} is {json.dumps(value)[:100]}; it must be a number")
         return math.nan
     try:
         return float(value)
@@ -232,13 +237,13 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-def _rewards(body: Mapping[str, Any], name: str) -> dict[str, float]:
+def _rewards(body: Mapping[str, Any], name: str, problems: list[str]) -> dict[str, float]:
     values = body.get(name)
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise RecordError(f"{name} must be an object of numbers")
-    return {str(key)[:512]: _number(value) for key, value in values.items()}
+    return {str(key)[:512]: _number(f"{name}.{key}"[:100], value, problems) for key, value in values.items()}
 
 
 async def serve_until(stop: asyncio.Event, failed: asyncio.Event) -> None:

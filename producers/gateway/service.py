@@ -321,11 +321,13 @@ class SessionService:
         components: Mapping[str, float],
         turn_rewards: Mapping[str, float],
         request: str = "",
+        problem: str = "",
     ) -> bool:
         """Give a session a reward; the last reward before it is closed counts. Return whether its rollouts are written.
 
         Raises SessionClosed if the session was closed with another reward or without a reward. Raises RecordError if
-        the reward is invalid; the episode is then cancelled, because no number can replace a missing judgement.
+        the reward is invalid, or a `problem` says why it is no number; the episode is then cancelled, because no number
+        can replace a missing judgement.
         """
         await self._current(session)
         if session.closed or session.finished:
@@ -333,8 +335,7 @@ class SessionService:
                 return await self._writer.finish(session)
             why = session.closed.reason if session.closed else ""
             raise SessionClosed(f"session {session.name} is closed{': ' if why else ''}{why}; its reward cannot change")
-        values = [*([] if reward is None else [reward]), *components.values(), *turn_rewards.values()]
-        problem = next(filter(None, map(reward_problem, values)), "")
+        problem = problem or reward_problem(reward, components, turn_rewards)
         if problem:
             await self.fail(session, problem)
             raise RecordError(f"{problem}; the episode of session {session.name} is cancelled")

@@ -5,9 +5,8 @@ a record that marks it is read. A gateway that began to write rollouts is replac
 takeover_s that it writes them.
 """
 
-import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from rollstream.producers.episodes.call_sequences import CallSequences
@@ -186,8 +185,7 @@ class CapturedSession:
             self.calls, self.sequences, self._answered = [], CallSequences(), {}
 
     def _add_reward(self, event: SessionEvent) -> None:
-        values = [*([event.reward] if event.scored else []), *event.components.values(), *event.turn_rewards.values()]
-        if problem := next(filter(None, map(reward_problem, values)), ""):
+        if problem := reward_problem(event.reward if event.scored else None, event.components, event.turn_rewards):
             self.failure = problem
             return
         if event.scored:
@@ -196,11 +194,15 @@ class CapturedSession:
         self.turn_rewards.update(event.turn_rewards)
 
 
-def reward_problem(value: float) -> str:
-    """Return why a reward cannot be trained on; empty if it can."""
-    if math.isfinite(value) and abs(value) <= REWARD_LIMIT:
-        return ""
-    return f"reward is {value}; it must be a number between -{REWARD_LIMIT:g} and {REWARD_LIMIT:g}"
+def reward_problem(reward: float | None, components: Mapping[str, float], turn_rewards: Mapping[str, float]) -> str:
+    """Return why the rewards of a session cannot be trained on; empty if they can."""
+    named = {"reward": 0.0 if reward is None else reward}
+    named |= {f"components.{name}"[:100]: value for name, value in components.items()}
+    named |= {f"turn_rewards.{name}"[:100]: value for name, value in turn_rewards.items()}
+    for name, value in named.items():
+        if not abs(value) <= REWARD_LIMIT:
+            return f"{name} is {value}; it must be a number between -{REWARD_LIMIT:g} and {REWARD_LIMIT:g}"
+    return ""
 
 
 @dataclass

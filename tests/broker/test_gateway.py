@@ -177,7 +177,7 @@ def test_of_finished_sessions_the_newest_are_remembered(
 def test_an_invalid_reward_is_a_failure_and_the_rest_of_the_group_is_kept(
     kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
 ) -> None:
-    rewards = [b"NaN", b"1e400", b'"high"', b"true"]
+    rewards = {b"NaN": "nan", b"1e400": "inf", b'"0.5"': '"0.5"', b"[true]": "[true]"}
     with gateway(kafka, run_name, server, tmp_path) as under_test:
         good, *bad = under_test.start_session(group_size=5)["sessions"]
         for session in (good, *bad):
@@ -187,15 +187,15 @@ def test_an_invalid_reward_is_a_failure_and_the_rest_of_the_group_is_kept(
             body = b'{"session_id": "%s", "reward": %s}' % (session["session_id"].encode(), reward)
             status, refused, _ = under_test.post("/rl/set_reward", body)
             assert (status, refused["error"]["code"]) == (400, "invalid_request")
-        under_test.post("/rl/set_reward", {"session_id": good["session_id"], "reward": 0})
+        under_test.post("/rl/set_reward", {"session_id": good["session_id"], "reward": True})
     *cancelled, rollout = records(kafka, run_name)
     assert isinstance(rollout, Rollout)
-    assert (rollout.uid, rollout.reward, rollout.group_size) == (good["session_id"], 0.0, 5)
-    for session, record in zip(bad, cancelled, strict=True):
+    assert (rollout.uid, rollout.reward, rollout.group_size) == (good["session_id"], 1.0, 5)
+    for session, record, shown in zip(bad, cancelled, rewards.values(), strict=True):
         assert isinstance(record, GroupCancelled)
         assert cancellation_problems(record) == []
         assert record.uids == (session["session_id"],)
-        assert record.reason.startswith("reward is ")
+        assert record.reason.startswith(f"reward is {shown}; it must be a number")
         assert (record.group_id, record.group_size) == (rollout.group_id, 5)
 
 

@@ -127,10 +127,14 @@ def test_an_ended_session_waits_for_its_reward_until_a_mark_after_its_time() -> 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e31])
 def test_an_invalid_reward_cancels_and_is_never_zero(reward: float) -> None:
-    for change in ({"scored": True, "reward": reward}, {"components": {"x": reward}}, {"turn_rewards": {"0": reward}}):
+    for name, change in (
+        ("reward", {"scored": True, "reward": reward}),
+        ("components.x", {"components": {"x": reward}}),
+        ("turn_rewards.0", {"turn_rewards": {"0": reward}}),
+    ):
         session = folded((1, call(0)), (2, event("reward", **change)), (3, event("reward", scored=True, reward=1.0)))
         assert session.closed
-        assert session.closed.reason.startswith("reward is ")
+        assert session.closed.reason.startswith(f"{name} is {reward}; it must be a number between")
         assert cancellation_problems(cancellation_of(session, session.closed.reason)) == []
 
 
