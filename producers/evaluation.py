@@ -145,6 +145,8 @@ async def evaluate(
     finally:
         for each in answers:
             each.cancel()
+        # Their sessions end before this version is evaluated again, because its sessions have the same names.
+        await asyncio.gather(*answers, return_exceptions=True)
     rollouts = [rollout for episode in episodes for rollout in episode]
     for rollout in rollouts:
         if exactly and (rollout.lowest_version, rollout.highest_version) != (version, version):

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Endpoint, Prompt, Score, SingleTurn, Split
+from rollstream.producers.environment import Endpoint, Episode, Generate, Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.group_player import EpisodeFailed
@@ -105,3 +105,45 @@ def test_an_agent_that_is_evaluated_makes_as_many_calls_as_the_setting_allows() 
         assert asyncio.run(evaluated(server.base_url, 2)).reward == 1.0
         with pytest.raises(EpisodeFailed, match=r"has made 1 calls, the maximum \(gateway.max_calls\)"):
             asyncio.run(evaluated(server.base_url, 1))
+
+
+class Leaving(SingleTurn):
+    """An environment that fails on its first prompt, and needs a while to end the episodes of the others."""
+
+    name, max_tokens = "leaving", 8
+
+    def __init__(self) -> None:
+        self.playing = 0
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id=text, text=text) for text in ("21>", "31>")]
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        self.playing += 1
+        try:
+            if prompt.text == "21>":
+                while self.playing < 2:
+                    await asyncio.sleep(0)
+                raise ValueError("the verifier is down")
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+        finally:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            self.playing -= 1
+
+    def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
+        raise NotImplementedError
+
+
+def test_an_evaluation_that_fails_has_ended_all_its_episodes() -> None:
+    leaving = Leaving()
+
+    async def evaluated(base_url: str) -> int:
+        async with CompletionsClient([base_url]) as client:
+            environment = with_settings(leaving, WorkerConfig())
+            with pytest.raises(EpisodeFailed, match="the verifier is down"):
+                await evaluate(environment, client, Evals(), version=3, phase="end")  # type: ignore[arg-type]
+            return leaving.playing
+
+    with serving(SortingGenerator(versions=(3,))) as server:
+        assert asyncio.run(evaluated(server.base_url)) == 0
