@@ -19,7 +19,7 @@ from tests.cpu_budgets import CpuSeconds
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests and the processes that they start compile the same small programs; what one compiled, the others load.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(sys.prefix) / "jax-cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # A broker that maps its classes from an archive starts in half the CPU time. The first broker of tests writes the
 # archive (tests/support/shared_broker.py); with another Java or other jars, Java loads the classes as usual.
 CLASS_ARCHIVE = Path(sys.prefix) / "kafka-classes.jsa"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -310,6 +310,7 @@ def test_an_unknown_estimator_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", BASED)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     items=st.lists(st.floats(2**-7, 1.0, width=32), min_size=2, max_size=24),
     orders=st.lists(st.randoms(use_true_random=False), min_size=2, max_size=8),
