@@ -282,7 +282,7 @@ def test_a_run_whose_registry_wants_tls_and_a_password_keeps_the_password_to_its
         assert applied.returncode == 0, applied.stderr
         initialise(run.kafka, run.name, run.grouping, run.grouper)
         run.publish_version(0)
-        group = run.start("group", "--config", "run.toml")
+        group = run.start("group", "--config", "run.toml", forked=False)
         run.send(rollout(f"x{n}", member) for n in range(8) for member in range(4))
         eventually(lambda: settled(run, 32), 120, "batches with ids", every_s=0.3)
         words = Path(f"/proc/{group.pid}/cmdline").read_bytes().decode()

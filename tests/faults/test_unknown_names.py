@@ -10,7 +10,8 @@ import pytest
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig
-from tests.support.runs import ROOT, RealRun, rollout
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 _FOLLOW = """

@@ -5,7 +5,6 @@ Everything a test starts here ends with the fixture that made it, by pid.
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,9 +25,9 @@ from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
+from tests.support import role_server
 from tests.support.batches import random_batch, send_batches
 from tests.support.command_line import in_full
-from tests.support.paths import ROOT
 
 
 def rollout(example: str = "x", member: int = 0, **changes: object) -> Rollout:
@@ -136,29 +135,26 @@ class RealRun:
         where = ["--run", self.name, "-b", self.kafka.bootstrap_servers]
         return [sys.executable, "-P", "-m", "rollstream", *in_full(words), *where, *flags]
 
-    def start(self, *words: str, script: str = "", **settings: object) -> subprocess.Popen[bytes]:
+    def start(self, *words: str, script: str = "", forked: bool = True, **settings: object) -> subprocess.Popen[bytes]:
         """Start a role as a process of its own; its log goes to the run's directory. `script` is Python that calls
-        the command line itself, after what a test wants different in that process."""
+        the command line itself, after what a test wants different in that process. Without `forked` the process is
+        started as users do, for tests that look at its command line or memory."""
         command = self.command(*words, **settings)
         if script:
             command[2:4] = ["-c", script]
         log = self.directory / f"{words[0]}-{len(self.processes)}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=self.directory,
-                env=self.environment(),
-            )
+            where, environment = self.directory, self.environment()
+            if forked and not script and role_server.can_fork(environment):
+                process: subprocess.Popen[bytes] = role_server.fork(command, out.fileno(), where, environment)
+            else:
+                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=where, env=environment)
         self.processes.append(process)
         return process
 
     def environment(self) -> dict[str, str]:
-        """Variables of the processes that are started here, which run the code of this checkout. A crash writes its
-        threads to their logs."""
-        path = os.pathsep.join(map(str, (ROOT / "src", ROOT, *self.python_path)))
-        return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
+        """Variables of the processes that are started here."""
+        return role_server.role_environment(*self.python_path)
 
     def log_of(self, process: subprocess.Popen[bytes]) -> str:
         """Log of a process started here, so far."""
