@@ -37,7 +37,7 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "tools.fork",
             "start from a recorded step: a learner on the same batches, or a run with another number of partitions",
         ),
-        "weights": ("tools.weights", "policy versions: list, show, pull, export, verify, compare, roll back"),
+        "weights": ("tools.weights", "policy versions: list, show, export, verify, compare, roll back"),
         "dlq": ("tools.dlq", "dead letters: ls, show, redrive"),
         "prune": ("tools.prune", "delete what recovery, verification and learners no longer need"),
     },

@@ -32,7 +32,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.infer import wait_for_version
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
-from rollstream.pipeline.tools.export import export
+from rollstream.pipeline.tools.export import export_newest
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.secrets import program_environment
@@ -77,7 +77,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
         wait_for_version(follower, config.supervisor.ready_timeout_s)
     directory = config.run_dir / "engine"
     shutil.rmtree(directory, ignore_errors=True)
-    version = export(config, directory, None)
+    version = export_newest(config, directory)
     tokenizer = tokenizer_of(config.learner)
     if isinstance(tokenizer, CharacterTokenizer):
         write_character_tokenizer(directory, tokenizer)

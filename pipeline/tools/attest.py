@@ -139,7 +139,7 @@ def check_model(path: Path, statement: Statement, *, adapted: bool = False) -> N
     digest = params_digest(arrays)
     if digest == policy["digest"]:
         return
-    pull = f"`rollstream weights pull {policy['version']} -o DIR --run {statement.run} --format published` writes it"
+    pull = f"`rollstream weights export {policy['version']} -o DIR --run {statement.run} --format published` writes it"
     if adapted and not any(map(is_adapter, arrays)):
         raise ConfigurationError(
             f"{path} cannot be compared with policy version {policy['version']}, which has adapters: its files have "

@@ -5,17 +5,23 @@ manifests are read one after the other, and once more to find their chunks.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollstream.consumers.weights.chains import needed
+from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import folder_of, place_of
 from rollstream.consumers.weights.file_retention import listed_files
-from rollstream.consumers.weights.manifests import shortened
+from rollstream.consumers.weights.manifests import Manifests, read_policies, shortened
 from rollstream.consumers.weights.rollback import RollbackNote, note_of
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -150,3 +156,47 @@ def _state(manifest: PolicyManifest, stored: FilesInStores, on_log: _ChunksOnLog
     if not gone:
         return EXPIRING if expiring else THERE
     return GONE if not there else f"{gone} gone"
+
+
+def read_whole(config: RunConfig, *versions: int) -> dict[int, PolicyManifest]:
+    """Return all manifests by version as `manifests` does, and report skipped records.
+
+    Raises ConfigurationError if one of `versions` does not exist.
+    """
+    clients.check_broker(config.kafka)
+    found = manifests(config, *versions)
+    tell(found.skipped)
+    check_published(config, found.by_version, *versions)
+    return found.by_version
+
+
+def manifests(config: RunConfig, *versions: int) -> Manifests:
+    """Return all manifests; those of `versions`, and of the versions that they build on, are whole."""
+
+    def whole(known: Mapping[int, PolicyManifest]) -> set[int]:
+        return with_bases(known, *(version for version in versions if version in known))
+
+    return read_policies(config.kafka, config.run, whole, logged=False)
+
+
+def check_published(config: RunConfig, published: Collection[int], *versions: int) -> None:
+    """Raise ConfigurationError if one of the versions does not exist."""
+    for number in versions:
+        if number not in published:
+            raise ConfigurationError(
+                f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` lists "
+                "its versions"
+            )
+
+
+@contextmanager
+def fetching(config: RunConfig, version: int) -> Iterator[ChunkFetcher]:
+    """Yield a fetcher for a version. Raises TopicError, with the reason, if the version cannot be fetched whole."""
+    try:
+        with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
+            yield fetcher
+    except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
+        raise TopicError(
+            f"policy version {version} of run {config.run} cannot be fetched: {error}; "
+            f"`rollstream weights ls --run {config.run}` lists the versions that are there"
+        ) from error

@@ -1,4 +1,4 @@
-"""`rollstream weights`: lists, shows, pulls, verifies and compares policy versions, and publishes an earlier one again.
+"""`rollstream weights`: lists, shows, exports, verifies and compares policy versions, and publishes an old one again.
 
 It reads the log as every follower does: a version is whole and matches its digests, or is refused with the reason.
 """
@@ -6,35 +6,35 @@ It reads the log as every follower does: a version is whole and matches its dige
 import argparse
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.files import npz_files, safetensors_files
 from rollstream.consumers.files.stores import shown
-from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.adapters import save_merged
-from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.reused_memory import ReusedMemory
-from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
+from rollstream.consumers.weights.chains import ChainBroken, needed
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.manifests import Manifests, none_whole, read_policies
+from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.consumers.weights.rollback import RollbackNote, roll_back
-from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools import export
 from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
-from rollstream.pipeline.tools.published_versions import GONE, UNLISTED, PublishedVersions
-from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.pipeline.tools.published_versions import (
+    GONE,
+    UNLISTED,
+    PublishedVersions,
+    check_published,
+    fetching,
+    manifests,
+    read_whole,
+)
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import PolicyManifest
 
@@ -51,17 +51,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(listing, list_versions, example="rollstream weights ls --run main", json=True)
     show = add_command(actions, "show", "show the manifest of a version")
     set_handler(show, show_version, example="rollstream weights show 17 --run main", json=True)
-    pull = add_command(actions, "pull", "fetch a version, check it, and write it to files")
-    set_handler(pull, pull_version, example="rollstream weights pull 17 -o trained --run main", json=True)
-    pull.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="directory to write into")
-    pull.add_argument(
-        "--format",
-        choices=("safetensors", "published", "npz"),
-        default="safetensors",
-        help="safetensors, with config.json and merged adapters if the model is known; published, the tensors as they "
-        "were published, with adapters apart, in one safetensors file; or npz, with bfloat16 as float32",
-    )
-    export.register(add_command(actions, "export", "write the newest version as a Hugging Face checkpoint"))
+    export.register(add_command(actions, "export", "fetch a version, check it, and write it to files"))
     verify = add_command(actions, "verify", "check every version that is still kept against its digests")
     set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
     diff = add_command(actions, "diff", "compare two versions: share of changed values and largest difference")
@@ -80,7 +70,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fence the learner that publishes into the run; without this flag, that learner must be retired",
     )
-    for action in (show, pull, rollback):
+    for action in (show, rollback):
         action.add_argument("version", type=int, metavar="V", help="number of the version")
     verify.add_argument("version", type=int, nargs="*", metavar="V", help="versions to check (default: all)")
     for name in ("before", "after"):
@@ -130,7 +120,7 @@ def list_versions(config: RunConfig, args: argparse.Namespace) -> int:
 def show_version(config: RunConfig, args: argparse.Namespace) -> int:
     """Print one manifest."""
     published = _published(config, whole=[args.version]).by_number
-    _check_published(config, published, args.version)
+    check_published(config, published, args.version)
     version = published[args.version]
     manifest = version.manifest
     if args.json:
@@ -163,47 +153,20 @@ def show_version(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fetch a version, check it, and write it, one tensor at a time."""
-    manifests = _read_whole(config, args.version)
-    manifest = manifests[args.version]
-    with _fetching(config, manifest.version) as fetcher:
-        spooled = SpooledVersion(
-            fetcher,
-            manifests,
-            manifest.version,
-            args.output,
-            timeout_s=config.learner.weights.fetch_timeout_s,
-        )
-    with spooled:
-        if args.format == "npz":
-            path = args.output / f"version-{manifest.version}.npz"
-            _write_npz(path, spooled.tensors)
-        elif args.format == "safetensors" and (model := _model_of(manifest)) is not None:
-            path = args.output
-            save_merged(path, model, spooled.tensors, companions=config.learner.pretrained)
-        else:
-            path = args.output / f"version-{manifest.version}.safetensors"
-            safetensors_files.write(path, spooled.tensors)
-    answer = {"run": config.run, "policy_version": manifest.version, "path": str(path), "digest": manifest.digest}
-    print(compact(answer) if args.json else f"policy version {manifest.version} of run {config.run}: {path}")
-    return 0
-
-
 def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     """Check versions; return 1 if one is damaged, cannot be read in time, or is missing although it must be kept."""
     published = _published(config)
     chosen = sorted(args.version or published.by_number)
-    _check_published(config, published.by_number, *chosen)
+    check_published(config, published.by_number, *chosen)
     states = published.chunk_states()
     kept = _kept(config, published)
     answers = {number: "not on the log" for number in chosen if published.by_number[number].manifest.kind == "external"}
     answers |= {number: _EXPIRED for number in chosen if states[number] == GONE and number not in kept}
     # The manifests of versions whose chunks are gone are not held whole, because these are most of a long run.
     unchecked = [number for number in chosen if number not in answers]
-    manifests = _manifests(config, *unchecked).by_version
+    found = manifests(config, *unchecked).by_version
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
-        verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
+        verifier = _Verifier(fetcher, found, config.learner.weights.fetch_timeout_s)
         silent: dict[frozenset[str], int] = {}
         for number in unchecked:
             # If a store does not answer, each version in it that must be whole is waited for, but only one other.
@@ -238,8 +201,8 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _kept(config: RunConfig, published: PublishedVersions) -> set[int]:
     """Return the versions that must be whole: the newest ones, and all that they build on."""
-    manifests = {number: version.manifest for number, version in published.by_number.items()}
-    return needed(manifests, config.learner.weights.keep_versions)
+    of_versions = {number: version.manifest for number, version in published.by_number.items()}
+    return needed(of_versions, config.learner.weights.keep_versions)
 
 
 def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
@@ -297,37 +260,6 @@ def _published(config: RunConfig, whole: Collection[int] = ()) -> PublishedVersi
     return published
 
 
-def _read_whole(config: RunConfig, *versions: int) -> dict[int, PolicyManifest]:
-    """Return all manifests by version as `_manifests` does, and report skipped records.
-
-    Raises ConfigurationError if one of `versions` does not exist.
-    """
-    clients.check_broker(config.kafka)
-    manifests = _manifests(config, *versions)
-    tell(manifests.skipped)
-    _check_published(config, manifests.by_version, *versions)
-    return manifests.by_version
-
-
-def _manifests(config: RunConfig, *versions: int) -> Manifests:
-    """Return all manifests; those of `versions`, and of the versions that they build on, are whole."""
-
-    def whole(known: Mapping[int, PolicyManifest]) -> set[int]:
-        return with_bases(known, *(version for version in versions if version in known))
-
-    return read_policies(config.kafka, config.run, whole, logged=False)
-
-
-def _check_published(config: RunConfig, published: Collection[int], *versions: int) -> None:
-    """Raise ConfigurationError if one of the versions does not exist."""
-    for number in versions:
-        if number not in published:
-            raise ConfigurationError(
-                f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` lists "
-                "its versions"
-            )
-
-
 class _Verifier:
     """Checks versions in ascending order, and holds the last whole version, on which the next may be based."""
 
@@ -360,24 +292,11 @@ class _Verifier:
 def _fetch(config: RunConfig, *versions: int) -> list[dict[str, NDArray[Any]]]:
     """Fetch the arrays of versions. Raises TopicError, with the reason, if one cannot be fetched whole."""
     timeout_s, fetched = config.learner.weights.fetch_timeout_s, []
-    manifests = _read_whole(config, *versions)
+    whole = read_whole(config, *versions)
     for number in versions:
-        with _fetching(config, number) as fetcher:
-            fetched.append(load_version(fetcher, manifests, number, timeout_s=timeout_s))
+        with fetching(config, number) as fetcher:
+            fetched.append(load_version(fetcher, whole, number, timeout_s=timeout_s))
     return fetched
-
-
-@contextmanager
-def _fetching(config: RunConfig, version: int) -> Iterator[ChunkFetcher]:
-    """Yield a fetcher for a version. Raises TopicError, with the reason, if the version cannot be fetched whole."""
-    try:
-        with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
-            yield fetcher
-    except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
-        raise TopicError(
-            f"policy version {version} of run {config.run} cannot be fetched: {error}; "
-            f"`rollstream weights ls --run {config.run}` lists the versions that are there"
-        ) from error
 
 
 # ---------------------------------------------------------------------- values
@@ -390,23 +309,6 @@ def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, in
     with np.errstate(invalid="ignore"):
         differences = np.abs(after[differ].astype(np.float64) - before[differ].astype(np.float64))
     return name, before.size, int(differ.sum()), float(differences.max(initial=0.0))
-
-
-def _write_npz(path: Path, arrays: Mapping[str, SpooledTensor]) -> None:
-    """Write arrays by name. Dtypes that numpy's files cannot name are written as float32, which holds their values."""
-    floats = huggingface.converted_lazily
-    named: dict[str, safetensors_files.Storable] = {
-        name: floats(array, np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()
-    }
-    npz_files.write(path, named)
-
-
-def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:
-    """Return the model in a manifest; None if it is not one of rollstream's models."""
-    try:
-        return decoder_config(manifest.model)
-    except ConfigurationError:
-        return None
 
 
 def _note_text(note: RollbackNote) -> str:

@@ -73,7 +73,7 @@ def test_adapters_are_trained_resumed_executed_again_and_exported(
         published = load_version(fetcher, manifests, 5)
 
     whole, alone = directory / "whole", directory / "alone"
-    for words in (("weights", "export", str(whole)), ("weights", "export", str(alone), "--adapters")):
+    for words in (("weights", "export", "-o", str(whole)), ("weights", "export", "-o", str(alone), "--adapters")):
         process = run.start(*words, **SETTINGS)
         assert process.wait(300) == 0, run.log_of(process)[-3000:]
     for name, array in huggingface.load(whole).items():

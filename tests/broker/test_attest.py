@@ -50,7 +50,7 @@ def test_an_archive_is_attested_and_whatever_is_changed_is_refused_by_name(real_
     assert answer["trained"] == {"steps": STEPS, "trained": 32 * STEPS, "trained_again": 0, "skipped": 0}
 
     policy = str(answer["policy"]["version"])
-    assert answer_of(here, *run.command("weights", "pull", policy, "-o", "model")[4:]).returncode == 0
+    assert answer_of(here, *run.command("weights", "export", policy, "-o", "model")[4:]).returncode == 0
     words = ("check", "run.json", "--key", keys[0], "--archive", str(archive), "--model", "model")
     assert attest(here, *words).returncode == 0
     tensors = here / "model" / "model.safetensors"

@@ -34,7 +34,7 @@ def test_a_model_with_experts_is_sampled_trained_executed_again_and_exported(rea
     again = run.start("retrain", "--from-step", "0", "--json", **SETTINGS)
     assert again.wait(600) == 0, run.log_of(again)[-3000:]
     assert json.loads(run.log_of(again).splitlines()[-1])["same"]
-    exported = run.start("weights", "export", str(run.directory / "exported"), **SETTINGS)
+    exported = run.start("weights", "export", "-o", str(run.directory / "exported"), **SETTINGS)
     assert exported.wait(300) == 0, run.log_of(exported)[-3000:]
     model = huggingface.load_config(run.directory / "exported")
     assert model == decoder_config(read_manifests(run.kafka, run.name)[2].model)

@@ -31,7 +31,7 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     model = write_model(directory / "model", **SMALL)
     settings = {"learner__pretrained": directory / "model"}
 
-    nothing = run.start("weights", "export", str(directory / "out"), **settings)
+    nothing = run.start("weights", "export", "-o", str(directory / "out"), **settings)
     assert nothing.wait(300) == 2
     assert "has no policy version yet" in run.log_of(nothing)
 
@@ -44,7 +44,7 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
         publisher.committed(manifest)
     log.close()
 
-    process = run.start("weights", "export", str(directory / "out"), "--dtype", "bfloat16", "--json", **settings)
+    process = run.start("weights", "export", "-o", str(directory / "out"), "--dtype", "bfloat16", "--json", **settings)
     assert process.wait(300) == 0
     assert json.loads(run.log_of(process).splitlines()[-1])["policy_version"] == 1
     assert huggingface.load_config(directory / "out") == model
@@ -53,7 +53,7 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     text = "Which number is 7?<|im_end|>"
     assert load_tokenizer(directory / "out").encode(text) == load_tokenizer(directory / "model").encode(text)
 
-    again = run.start("weights", "export", str(directory / "out"), **settings)
+    again = run.start("weights", "export", "-o", str(directory / "out"), **settings)
     assert again.wait(300) == 2
     assert "already holds a model" in run.log_of(again)
     assert not list(Path(directory / "out").glob(".*"))
@@ -97,8 +97,8 @@ def test_an_export_never_holds_the_whole_model(real_run: RealRun) -> None:
         array.reshape(-1)[::50] += 1
     assert publish(run, LARGE, before, newest) == ["full", "delta"]
     del before
-    least = peak_bytes(small, small.start("weights", "export", str(small.directory / "out"), forked=False))
-    most = peak_bytes(run, run.start("weights", "export", str(run.directory / "out"), forked=False))
+    least = peak_bytes(small, small.start("weights", "export", "-o", str(small.directory / "out"), forked=False))
+    most = peak_bytes(run, run.start("weights", "export", "-o", str(run.directory / "out"), forked=False))
     whole = sum(array.nbytes for array in newest.values())
     assert most - least < SHARE * whole, f"{most - least} bytes for a model of {whole}"
     assert params_digest(huggingface.load(run.directory / "out")) == params_digest(newest)

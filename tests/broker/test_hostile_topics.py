@@ -179,7 +179,7 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     run: Planted, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    assert call(run, "weights", "export", str(run.run.directory / "exported"), "--json") == 2
+    assert call(run, "weights", "export", "-o", str(run.run.directory / "exported"), "--json") == 2
     out, err = capfd.readouterr()
     assert time.monotonic() - began < 200, "not the ten minutes of a version that may yet come"
     assert out == ""

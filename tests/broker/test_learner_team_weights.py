@@ -104,7 +104,7 @@ def test_two_processes_train_adapters_beside_shares_of_the_model_and_an_export_h
         changed = {tensor.name for tensor in manifest.tensors if tensor.changed}
         assert changed
         assert all(is_adapter(name) for name in changed), "the shares of the model stay as they are"
-    process = run.start("weights", "export", str(run.directory / "out"))
+    process = run.start("weights", "export", "-o", str(run.directory / "out"))
     finish(run, process)
     expected = merged(decoder_config(manifests[STEPS].model), last_params(run, STEPS))
     for name, array in huggingface.load(run.directory / "out").items():

@@ -151,7 +151,7 @@ COMMANDS = (
     ("prune", "--dry-run"),
     ("doctor",),
     ("replay",),
-    ("weights", "export", "somewhere"),
+    ("weights", "export", "-o", "somewhere"),
     ("learner", "retire", "default"),
     ("stop",),
     ("evaluate",),

@@ -101,7 +101,7 @@ def test_versions_pass_through_files_alone_which_go_when_nothing_builds_on_them(
     assert [entry["chunks_state"] for entry in listed] == ["gone"] * 4 + ["there"] * 3  # type: ignore[attr-defined]
     results = answer(run, url, "weights", "verify")
     assert [entry["result"] for entry in results] == ["no longer kept"] * 4 + ["whole"] * 3  # type: ignore[attr-defined]
-    pulled = answer(run, url, "weights", "pull", "6", "-o", str(run.directory / "pulled"), "--format", "npz")
+    pulled = answer(run, url, "weights", "export", "6", "-o", str(run.directory / "pulled"), "--format", "npz")
     assert pulled["digest"] == manifests[6].digest  # type: ignore[index]
     assert answer(run, url, "weights", "diff", "5", "6")["changed"] > 0  # type: ignore[index]
 

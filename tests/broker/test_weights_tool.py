@@ -80,10 +80,10 @@ def test_versions_are_listed_shown_pulled_and_compared(run: RealRun, trainer: St
     assert shown["digest"] == listed[1]["digest"]
     assert weights(run, "show", "7").returncode == 2
 
-    pulled = answer(run, "pull", "2", "-o", str(tmp_path / "model"))
+    pulled = answer(run, "export", "2", "-o", str(tmp_path / "model"))
     assert values_digest(huggingface.load(pulled["path"])) == values_digest(parameters(2))
     assert huggingface.load_config(pulled["path"]).hidden_size == 8
-    pulled = answer(run, "pull", "0", "-o", str(tmp_path / "arrays"), "--format", "npz")
+    pulled = answer(run, "export", "0", "-o", str(tmp_path / "arrays"), "--format", "npz")
     with np.load(pulled["path"], allow_pickle=False) as stored:
         assert values_digest(dict(stored)) == values_digest(parameters(0))
 
@@ -115,7 +115,7 @@ def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tm
     arrays = {**parameters(0), **published_exactly(random_parameters(model))}
     with StepWriter(run.kafka, run.name, model=json.dumps(asdict(model))) as trainer:
         trainer.publish_version(arrays)
-    pulled = answer(run, "pull", "0", "-o", str(tmp_path))
+    pulled = answer(run, "export", "0", "-o", str(tmp_path))
     expected = published_exactly(merged(model, arrays))
     loaded = huggingface.load(pulled["path"])
     assert loaded.keys() == expected.keys()
@@ -123,7 +123,7 @@ def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tm
         np.testing.assert_allclose(loaded[name].astype(np.float32), array, rtol=2**-7, err_msg=name)
     changed = "model.layers.0.self_attn.q_proj.weight"
     assert np.abs(expected[changed] - arrays[changed]).max() > 0.01
-    pulled = answer(run, "pull", "0", "-o", str(tmp_path / "apart"), "--format", "published")
+    pulled = answer(run, "export", "0", "-o", str(tmp_path / "apart"), "--format", "published")
     assert Path(pulled["path"]).name == "version-0.safetensors"
     stored = safetensors_files.read(Path(pulled["path"]))
     assert params_digest(stored) == pulled["digest"]
@@ -134,10 +134,10 @@ def test_parameters_of_no_model_are_pulled_as_tensors(run: RealRun, tmp_path: Pa
     with StepWriter(run.kafka, run.name) as trainer:
         trainer.publish_version({"dense": {"kernel": np.ones((2, 3), np.float32)}})
         trainer.publish_version({"file": np.ones(3, np.float32)})
-    pulled = answer(run, "pull", "0", "-o", str(tmp_path))
+    pulled = answer(run, "export", "0", "-o", str(tmp_path))
     [(name, array)] = safetensors_files.read(Path(pulled["path"])).items()
     assert (name, array.astype(np.float32).tolist()) == ("dense/kernel", [[1.0] * 3] * 2)
-    pulled = answer(run, "pull", "1", "-o", str(tmp_path), "--format", "npz")
+    pulled = answer(run, "export", "1", "-o", str(tmp_path), "--format", "npz")
     with np.load(pulled["path"], allow_pickle=False) as stored:
         assert {name: array.tolist() for name, array in stored.items()} == {"file": [1.0] * 3}
 
@@ -171,7 +171,7 @@ def test_verify_names_what_is_damaged_and_what_is_missing_and_fails(run: RealRun
     results = [entry["result"].split(":")[0] for entry in json.loads(completed.stdout)]
     assert results == ["whole", "whole", "damaged", "missing", "not on the log"]
     assert weights(run, "verify", "0", "1").returncode == 0
-    unfetched = weights(run, "pull", "2", "-o", "out")
+    unfetched = weights(run, "export", "2", "-o", "out")
     assert unfetched.returncode == 2
     assert "differs from its manifest" in unfetched.stderr
     assert not (run.directory / "out").exists()

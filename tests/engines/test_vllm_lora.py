@@ -161,7 +161,7 @@ def test_a_run_trains_adapters_on_what_vllm_sampled_with_those_before(run: RealR
     config = replace(load_config(vllm.directory), lora=LoraConfig(rank=RANK))
     base = load(vllm.directory)
     for version, record in by_version.items():
-        pulled = run.start("weights", "pull", str(version), "-o", str(run.directory), "--format", "npz")
+        pulled = run.start("weights", "export", str(version), "-o", str(run.directory), "--format", "npz")
         assert pulled.wait(300) == 0, run.log_of(pulled)
         with np.load(run.directory / f"version-{version}.npz") as stored:
             parameters = {**base, **{name: stored[name] for name in adapter_shapes(config)}}

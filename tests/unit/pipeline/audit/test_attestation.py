@@ -332,7 +332,7 @@ def test_a_model_with_merged_adapters_is_not_taken_for_another_model(
     save_merged(tmp_path / "merged", model, arrays)
     code, message = check(tmp_path / "merged")
     assert (code, "cannot be compared with policy version 2, which has adapters" in message) == (2, True)
-    assert "weights pull 2 -o DIR --run main --format published" in message
+    assert "weights export 2 -o DIR --run main --format published" in message
     safetensors_files.write(tmp_path / "version-2.safetensors", arrays)
     assert check(tmp_path / "version-2.safetensors") == (0, "")
     changed = {**arrays, "model.norm.weight": arrays["model.norm.weight"] + 1}
