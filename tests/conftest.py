@@ -32,17 +32,15 @@ MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "museum", "brows
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
-    *("task_demos", "faults", "network", "compose_faults", "killed_commands", "killed_roles", "bench_smoke", "demo"),
-    *("learner", "compose_run", "learner_team", "agent_example", "steered_run", "ledger_forms"),
-    *("learner_team_weights", "flooded_topics", "schema_registry", "runbook", "lineage_growth", "adoption"),
-    *("environment_run", "ledger_losses", "live_ledger", "fork", "tools", "page", "stranded_clients"),
-    *("long_outage", "flood"),
-    *("inference_server", "hostile_topics", "local_broker", "application_image", "hanging", "gateway_chat"),
-    *("interruption", "retrain", "replay", "kafka_container", "commands", "foreign_trainer"),
-    *("control_run", "rollout_labeling", "grouping", "trajectories", "labeling", "archive", "bad_records", "prune"),
-    *("memory_bounds", "journal", "losses", "loss"),
-    *("train_step", "slots", "mesh", "recipe", "distribution", "cli", "fold_cost", "batch_maker"),
-    *("dialects", "supervisor", "sql", "environment_check", "fold_properties"),
+    *("museum", "faults", "inference_server", "simulation", "train_step", "ledger_losses", "tools", "doctor"),
+    *("bad_records", "testing", "docs", "foreign_trainer", "verification", "hanging", "page", "prune", "golden_logs"),
+    *("slots", "mesh", "evaluation", "lineage_index", "decoder", "gateway_chat", "exclude", "abandoned_episodes"),
+    *("control_run", "stranded_clients", "attention", "hostile_topics", "archive", "refused_writes", "rescore"),
+    *("memory_bounds", "verifier_pool", "grouping", "live_ledger", "cli", "distribution", "signed_marks"),
+    *("train_steps", "adapters", "weights_shards", "hostile_input", "access_rules", "chart", "demo"),
+    # Whose tests are mostly long ones.
+    *("task_demos", "network", "compose_faults", "killed_commands", "killed_roles", "compose_run", "learner_team"),
+    *("agent_example", "steered_run", "learner_team_weights", "flooded_topics", "schema_registry", "adoption", "fork"),
 )
 """Files whose tests begin first: files run beside each other, and would else wait for the longest at the end."""
 

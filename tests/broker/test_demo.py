@@ -95,6 +95,7 @@ def start(compiled: Path) -> Iterator[Start]:
         print(*map(str, demo.communicate()))
 
 
+@pytest.mark.long  # the museum is killed and judged as this is; the report has unit tests
 def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_path: Path, broker: str) -> None:
     demo = start("demo", "--steps", "24", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
     output, progress = demo.communicate(timeout=800)

@@ -58,6 +58,7 @@ def closed(run: RealRun) -> Any:
     return book
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled")
 def test_a_drained_run_goes_on_in_a_fork_with_more_partitions(real_run: RealRun) -> None:
     run = real_run

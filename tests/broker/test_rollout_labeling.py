@@ -142,6 +142,7 @@ def test_a_labeler_whose_error_is_longer_than_a_record_makes_dead_letters(real_r
     }
 
 
+@pytest.mark.long  # the museum's labeler is killed, and its judge refuses answers
 def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels_what_it_cannot_judge(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:

@@ -355,6 +355,7 @@ def nothing_hangs(run: RealRun) -> None:
     )
 
 
+@pytest.mark.long  # the museum's broker is killed under a whole run
 def test_killing_the_broker_under_load_loses_and_repeats_nothing(fault_run: RealRun, breakable: LocalBroker) -> None:
     kill_the_broker(fault_run, breakable, 1)
 

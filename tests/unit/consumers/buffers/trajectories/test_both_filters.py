@@ -20,8 +20,8 @@ MAX_STEPS, MAX_AGE_S = 2, 100.0
 
 
 def is_fresh(weight_step: int, timestamp: float) -> bool:
-    """The rule of both, on its own: a rollout exactly at the age limit is stale."""
-    return STEP - MAX_STEPS <= weight_step <= STEP and timestamp > NOW - MAX_AGE_S
+    """The rule of both, on its own: a rollout exactly at the age limit is stale, and one of a step to come is fresh."""
+    return weight_step >= STEP - MAX_STEPS and timestamp > NOW - MAX_AGE_S
 
 
 def old_reader(batch: RolloutBatch) -> list[OldRollout]:
@@ -71,7 +71,7 @@ def without_own_metadata(batch: RolloutBatch) -> RolloutBatch:
 
 @pytest.mark.parametrize(
     ("weight_step", "age_s", "fresh"),
-    [(10, 0.0, True), (8, 99.0, True), (7, 0.0, False), (11, 0.0, False), (10, 100.0, False), (7, 100.0, False)],
+    [(10, 0.0, True), (8, 99.0, True), (7, 0.0, False), (11, 0.0, True), (10, 100.0, False), (7, 100.0, False)],
 )
 def test_a_batch_of_one_step_and_time_is_admitted_by_both_or_by_neither(
     weight_step: int, age_s: float, fresh: bool
