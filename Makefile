@@ -29,8 +29,8 @@ BY_FILE = --dist loadfile --no-loadscope-reorder
 # As many files at once as there are cores, from two to four: a worker may take 4 GiB of memory.
 CORES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test "$$n" -ge 2 || n=2; test "$$n" -le 4 || n=4; echo $$n)
 # Tests on a broker often wait: one file more, each on a broker of its own. Other engines take all cores: one after the other.
-UNIT = $(BIN)/python -m pytest tests/unit -n $(CORES) $(BY_FILE)
-REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/engines --ignore=tests/bench -n $$(($(CORES) + 1)) $(BY_FILE)
+UNIT = $(BIN)/python -m pytest tests/unit tests/model -n $(CORES) $(BY_FILE)
+REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/model --ignore=tests/engines --ignore=tests/bench -n $$(($(CORES) + 1)) $(BY_FILE)
 ENGINES = $(BIN)/python -m pytest tests/engines
 export FAILED_TESTS = $(abspath $(FAILED))
 # Tests start processes by the thousand. Without bytecode each compiles its modules again, in one to two seconds of CPU time.
@@ -130,6 +130,7 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
+	$(BIN)/python -m pytest tests/model --kafka java $(ARGS) $(OR_NAMED)
 	$(ENGINES) $(ARGS) $(OR_NAMED)
 
 bench: $(STAMP) ## Measure against raw baselines of the same run (some rows; all with ARGS=--full)

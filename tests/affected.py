@@ -121,7 +121,7 @@ def selection(changed: list[str]) -> tuple[list[str], list[str]]:
     chosen, left = [], []
     seconds = dict.fromkeys(LAYERS, 0.0)
     for path in affected(touched, dependencies(paths)):
-        layer = "unit" if path.startswith("tests/unit/") else "real"
+        layer = "unit" if path.startswith(("tests/unit/", "tests/model/")) else "real"
         seconds[layer] += SECONDS[layer]
         (chosen if seconds[layer] <= LAYERS[layer] else left).append(path)
     return chosen, left

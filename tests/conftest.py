@@ -27,7 +27,7 @@ if CLASS_ARCHIVE.exists():
     os.environ.setdefault("JDK_JAVA_OPTIONS", f"-XX:SharedArchiveFile={CLASS_ARCHIVE} -Xshare:auto -Xlog:cds=off")
 
 ROOT = Path(__file__).parent
-MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "museum", "browser", "bench")
+MARKED_BY_LOCATION = ("unit", "model", "broker", "containers", "faults", "museum", "browser", "bench")
 
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
@@ -113,7 +113,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def broker(real_broker: str) -> str:
+    """Bootstrap servers of a Kafka, real but for the tests in tests/model."""
+    return real_broker
+
+
+@pytest.fixture(scope="session")
+def real_broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap servers of a real Kafka, one for the whole session: what --kafka says, else KAFKA_BOOTSTRAP_SERVERS,
     else a local one."""
     provider = request.config.getoption("--kafka")

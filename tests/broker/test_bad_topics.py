@@ -19,7 +19,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Metrics
-from tests.broker.test_journal_tailer import ROLLOUTS, entry, step
+from tests.model.test_journal_tailer import ROLLOUTS, entry, step
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import NewTopic
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import clients, groups, open_transactions, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.transaction_errors import decide
 from tests.simulation.cluster import Cluster
 from tests.simulation.installation import World, installed
 from tests.simulation.scheduler import Process, Scheduler
+from tests.support.waiting import eventually
 
 TOPIC, GROUP = "records", "readers"
 SESSION_S = 6.0
@@ -65,6 +68,8 @@ class Stage:
             self.notes.append("done")
         except KafkaException as error:
             self.notes.append(decide(error.args[0]).name)
+        except RollstreamError as error:
+            self.notes.append(type(error))
 
     def look(self, position_s: float = 60.0) -> None:
         """Note what readers see, and the position of the group, or that it is pending for `position_s`."""
@@ -136,6 +141,11 @@ class Member:
     @property
     def metadata(self) -> object:
         return self.consumer.consumer_group_metadata()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the brokers know later than their controller."""
+    eventually(condition, 300, "the brokers know")
 
 
 # ---------------------------------------------------------------------- scripts
@@ -276,7 +286,71 @@ def commits_within_a_rebalance(stage: Stage) -> None:
     stage.look()
 
 
+def is_administered(stage: Stage) -> None:
+    """Topics as an admin client sees them, and what is left of them after deletions."""
+    client, other = clients.admin(stage.kafka), f"{stage.topic}.other"
+    for factor, settings in ((3, {}), (1, {"retention.ms": "7200000"}), (1, {})):
+        topic = NewTopic(other, 3, factor, config=settings)
+        stage.attempt(client.create_topics([topic], operation_timeout=60)[other].result)
+    stage.notes.append(topic_admin.partitions_of(stage.kafka, other))
+    stage.attempt(lambda: topic_admin.partitions_of(stage.kafka, f"{stage.topic}.none"))
+    until(lambda: topic_admin.retention_s(stage.kafka, other) == 7200)
+    change = [ConfigEntry("retention.ms", None, incremental_operation=AlterConfigOpType.DELETE)]
+    resource = ConfigResource(ResourceType.TOPIC, other, incremental_configs=change)
+    stage.attempt(client.incremental_alter_configs([resource])[resource].result)
+    until(lambda: topic_admin.retention_s(stage.kafka, other) == 7 * 24 * 3600)
+    stage.notes.append(topic_admin.delete_topics(stage.kafka, [other]))
+    until(lambda: other not in topic_admin.topic_names(stage.kafka))
+
+
+def writes_by_key_and_deletes(stage: Stage) -> None:
+    """Records without a transaction: partitions of keys, times, and an offset that is out of range."""
+    producer = clients.producer(stage.kafka)
+    for number in range(20):
+        producer.produce(stage.topic, str(number).encode(), f"key {number}".encode(), timestamp=1000 + number)
+    producer.flush(60)
+    stage.look()
+    places = [(stage.topic, partition) for partition in (0, 1)]
+    for which in ("earliest", "latest", "max_timestamp"):
+        stage.notes.append([*topic_admin.offsets(stage.kafka, places, which).values()])
+    with Reader(stage.kafka) as reader:
+        for at_ms in (0, 1010, 9999):
+            stage.notes.append(reader.offsets_at(stage.topic, [0, 1], at_ms))
+    topic_admin.delete_records(stage.kafka, {places[0]: 3})
+    stage.attempt(lambda: topic_admin.delete_records(stage.kafka, {places[0]: 99}))
+    for start in (BEGINNING, 3, 2, 99):
+        stage.attempt(
+            lambda start=start: stage.notes.append(len(list(read_to_end(stage.kafka, stage.topic, start=start))))
+        )  # type: ignore[misc]
+    stage.look()
+
+
+def lists_its_groups(stage: Stage) -> None:
+    """A group and its members, before and after it has any."""
+    stage.notes.append(groups.members(stage.kafka, stage.group))
+    first, second = stage.member("first"), stage.member("second")
+    stage.turn(lambda: first.assigned == [0] and second.assigned == [1])
+    stage.notes.append(groups.members(stage.kafka, stage.group))
+    until(lambda: groups.group_assignment(stage.kafka, stage.group, stage.topic, 60) == (frozenset(), []))
+    stage.notes.append(stage.group in topic_admin.group_names(stage.kafka))
+
+
+def waits_for_open_transactions(stage: Stage) -> None:
+    """What is undecided while a transaction is open, and after it."""
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a", b"b")
+    stage.notes.append(open_transactions.undecided(stage.kafka, stage.topic))
+    producer.abort_transaction(60)
+    open_transactions.await_decided(stage.kafka, stage.topic, "waiting")
+    stage.notes.append(open_transactions.undecided(stage.kafka, stage.topic))
+
+
 SCRIPTS = (
+    is_administered,
+    writes_by_key_and_deletes,
+    lists_its_groups,
+    waits_for_open_transactions,
     commits,
     aborts_and_goes_on,
     is_fenced_before_its_commit,
@@ -294,7 +368,7 @@ def on_the_model(script: Callable[[Stage], None], seed: int) -> list[object]:
     world.cluster = Cluster(scheduler)
     with installed(world):
         stage = Stage(KafkaConfig(bootstrap_servers="model:1", session_timeout_s=SESSION_S), "t")
-        world.cluster.create(stage.topic, 2)
+        world.cluster.create(stage.topic, 2, {})
         actor = scheduler.spawn(Process("script"), "script", lambda: script(stage))
         scheduler.run(lambda: actor.done)
         if actor.error is not None:
@@ -307,7 +381,7 @@ def test_the_model_answers_as_a_real_broker_does(broker: str, run_name: str, scr
     kafka = KafkaConfig(bootstrap_servers=broker, session_timeout_s=SESSION_S)
     stage = Stage(kafka, run_name)
     admin = clients.admin(kafka)
-    admin.create_topics([NewTopic(stage.topic, 2, 1)])[stage.topic].result(60)
+    admin.create_topics([NewTopic(stage.topic, 2, 1, config={"retention.ms": "-1"})])[stage.topic].result(60)
     script(stage)
     stage.close()
     for seed in range(5):

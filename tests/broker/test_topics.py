@@ -1,6 +1,5 @@
 """Topics on a real broker: provisioning any number of times, and refusing what cannot be mended."""
 
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -15,65 +14,13 @@ from confluent_kafka.cimpl import NewTopic
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.infra.ports import free_port
-from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
+from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.errors import BrokerUnavailable, TopicError
-from rollstream.topics.kafka import clients, provisioning, topic_admin
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, provisioning
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
-
-
-def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -> None:
-    kafka, topics, run = real_run.kafka, real_run.topics, real_run.name
-    first = provisioning.apply(kafka, topics, run)
-    assert all(plan.create for plan in first)
-    assert len(first) == len(CATALOGUE)
-    assert not any(plan.needed for plan in provisioning.plan(kafka, topics, run))
-    assert not any(plan.needed for plan in provisioning.apply(kafka, topics, run))
-    described = {d.topic: d for d in provisioning.describe(kafka, run)}
-    rollouts = described[topic_name(run, "rollouts")]
-    assert rollouts.partitions == 2
-    assert rollouts.settings["message.timestamp.type"] == "LogAppendTime"
-    for spec in CATALOGUE:
-        settings = described[topic_name(run, spec.name)].settings
-        # Cleanup "none" is `delete` with endless retention, because other policies refuse DeleteRecords.
-        assert settings["cleanup.policy"] == ("compact" if spec.cleanup == "compact" else "delete")
-        if spec.cleanup == "none":
-            assert (settings["retention.ms"], settings["retention.bytes"]) == ("-1", "-1")
-        else:
-            assert settings["segment.bytes"] == str(spec.segment_bytes)
-    # Records of weights have a MiB each; those of other compacted topics are small.
-    assert spec_of("weights").segment_bytes > spec_of("steps").segment_bytes
-
-
-def test_a_changed_setting_is_shown_and_mended(real_run: RealRun) -> None:
-    kafka, topics, run = real_run.kafka, real_run.topics, real_run.name
-    provisioning.apply(kafka, topics, run)
-    larger = replace(kafka, max_record_bytes=2 * kafka.max_record_bytes)
-    name = topic_name(run, "batches")
-    plans = {plan.topic: plan for plan in provisioning.plan(larger, topics, run)}
-    assert plans[name].changes == {"max.message.bytes": (str(kafka.max_record_bytes), str(larger.max_record_bytes))}
-    provisioning.apply(larger, topics, run)
-    assert not any(plan.needed for plan in provisioning.plan(larger, topics, run))
-
-
-def test_the_retention_of_a_topic_is_that_of_its_settings_and_else_infinite(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    assert topic_admin.retention_s(real_run.kafka, real_run.topic("rollouts")) == math.inf
-    short = NewTopic(f"{real_run.name}-short", 1, config={"retention.ms": "7200000"})
-    client = clients.admin(real_run.kafka)
-    for created in client.create_topics([short]).values():
-        created.result(60)
-    eventually(lambda: topic_admin.retention_s(real_run.kafka, short.topic) == 7200.0, 60, "two hours")
-    assert topic_admin.retention_s(real_run.kafka, f"{real_run.name}-none") == math.inf
-
-
-def test_partitions_of_a_run_never_change(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    with pytest.raises(TopicError, match="has 2 partitions, the configuration says 3; the number is fixed"):
-        provisioning.plan(real_run.kafka, replace(real_run.topics, partitions=3), real_run.name)
 
 
 def test_another_number_of_replicas_is_shown_with_the_remedy_and_left(real_run: RealRun, tmp_path: Path) -> None:
@@ -95,24 +42,6 @@ def test_another_number_of_replicas_is_shown_with_the_remedy_and_left(real_run: 
     assert examined.returncode == 1
     assert f"topic {real_run.name}.rollouts: replicas of each partition are 1, not 3" in examined.stdout
     assert "-> change the replicas with kafka-reassign-partitions" in examined.stdout
-
-
-@pytest.mark.parametrize("flags", [(), ("--scale",)])
-def test_a_demo_refuses_a_run_that_has_topics_and_leaves_them(
-    real_run: RealRun, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
-    """As with ROLLSTREAM_RUN and an address in the environment: at its end a demo deletes the topics of its run."""
-    real_run.prepare()
-    address = real_run.kafka.bootstrap_servers
-    refused = answer_of(tmp_path, "demo", *flags, "--run", real_run.name, "-b", address, "--data", str(tmp_path / "d"))
-    assert refused.returncode == 2
-    assert f"run {real_run.name} at {address} has {len(CATALOGUE)} topics already" in refused.stderr
-    assert len(provisioning.describe(real_run.kafka, real_run.name)) == len(CATALOGUE)
-
-
-def test_a_missing_topic_is_named_with_the_remedy(real_run: RealRun) -> None:
-    with pytest.raises(TopicError, match=rf"{real_run.name}.rollouts is missing .*rollstream topics apply"):
-        list(read_to_end(real_run.kafka, real_run.topic("rollouts")))
 
 
 def test_no_broker_at_an_address_is_one_line_with_the_remedy() -> None:
@@ -196,40 +125,6 @@ def test_brokers_that_stay_fenced_are_named_with_the_remedy(
         pytest.raises(BrokerUnavailable, match=r"cannot be created: .*fenced.* This lasted 30 s: .*; try again, and"),
     ):
         provisioning.apply(kafka, TopicsConfig(partitions=1), run_name)
-
-
-def test_more_replicas_than_brokers_are_refused_at_once(real_run: RealRun) -> None:
-    with pytest.raises(TopicError, match=r"cannot be created: .*replication factor"):
-        provisioning.apply(real_run.kafka, replace(real_run.topics, replication_factor=3), real_run.name)
-
-
-def test_a_topic_is_read_to_where_it_ends_and_from_where_asked(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    for number in range(5):
-        real_run.send_bytes("metrics", str(number).encode(), b"k", 0)
-    topic = real_run.topic("metrics")
-    assert [m.value for m in read_to_end(real_run.kafka, topic)] == [b"0", b"1", b"2", b"3", b"4"]
-    assert [m.value for m in read_to_end(real_run.kafka, topic, start=3)] == [b"3", b"4"]
-    assert list(read_to_end(real_run.kafka, real_run.topic("evals"))) == []
-    with pytest.raises(TopicError, match="position is no longer in the log"):
-        list(read_to_end(real_run.kafka, topic, start=99))
-
-
-def test_records_lie_on_the_partition_their_key_says(real_run: RealRun) -> None:
-    from rollstream.topics.keys import partition_of
-    from tests.support.runs import rollout
-
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    real_run.send([rollout(f"x{i}") for i in range(20)])
-    messages = list(read_to_end(real_run.kafka, real_run.topic("rollouts")))
-    assert len(messages) == 20
-    assert {m.partition for m in messages} == {0, 1}
-    assert all(m.partition == partition_of(m.key or b"", 2) for m in messages)
-
-
-def test_an_unknown_topic_name_lists_the_known_ones() -> None:
-    with pytest.raises(Exception, match="there is no topic 'rolouts'; topics are rollouts, batches"):
-        spec_of("rolouts")
 
 
 def test_the_first_record_of_a_producer_does_not_wait_for_a_timer(real_run: RealRun) -> None:

@@ -10,6 +10,17 @@ PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
 MAY_LOOK_INSIDE = {
     ("tests/bench/grouping_process.py", "_publish_as"): "a subclass times each transaction of the process it measures",
     ("tests/bench/trajectory_row.py", "_save_executor"): "RLinf's buffer has no other way to wait for its files",
+    ("tests/broker/conftest.py", "_compile_once"): "a fixture that is used by being there",
+    ("tests/model/conftest.py", "_compile_once"): "a fixture that is used by being there",
+    (
+        "tests/simulation/scheduler.py",
+        "_get_running_loop",
+    ): "actors share a thread, and each has its loop",
+    (
+        "tests/simulation/scheduler.py",
+        "_set_running_loop",
+    ): "actors share a thread, and each has its loop",
+    ("tests/simulation/threads.py", "_PySimpleQueue"): "the library's queue that waits with the locks it is given",
     ("tests/simulation/installation.py", "_built"): "the one place where clients are built, for the model to take",
     **{
         ("tests/simulation/mutants.py", name): "a mutant breaks the publisher within"

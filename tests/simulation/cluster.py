@@ -7,8 +7,9 @@ requests of a living process that arrive after a later one of it, brokers that l
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TypeVar
 
 from tests.simulation.group_coordinator import Group
@@ -18,7 +19,17 @@ from tests.simulation.transaction_coordinator import Place, TransactionCoordinat
 
 T = TypeVar("T")
 _RETRY_S = 0.05
-_OUTSIDE = Process("outside")
+OUTSIDE = Process("outside")
+"""The process of whoever is no actor, such as a test."""
+_DEFAULTS = {
+    "cleanup.policy": "delete",
+    "max.message.bytes": "1048588",
+    "message.timestamp.type": "CreateTime",
+    "retention.bytes": "-1",
+    "retention.ms": "604800000",
+}
+"""The broker's settings of topics, as far as they are asked for."""
+_STAMPED = MappingProxyType({"message.timestamp.type": "LogAppendTime"})
 
 
 class TimedOut(Exception):
@@ -31,6 +42,9 @@ class Cluster:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.topics: dict[str, list[PartitionLog]] = {}
+        self.topic_ids: dict[str, str] = {}
+        self.settings: dict[str, dict[str, str]] = {}
+        """Settings of topics."""
         self.groups: dict[str, Group] = defaultdict(Group)
         self.transactions = TransactionCoordinator(self._send_marker)
         self.producers = 0
@@ -39,9 +53,18 @@ class Cluster:
         """When something was last written."""
         scheduler.timers.append(self._expire)
 
-    def create(self, topic: str, partitions: int) -> None:
+    def create(self, topic: str, partitions: int, settings: Mapping[str, str] = _STAMPED) -> None:
         """Create a topic."""
         self.topics[topic] = [PartitionLog() for _ in range(partitions)]
+        # One that is created again has another id.
+        self.topic_ids[topic] = f"{self.topic_ids[topic]}'" if topic in self.topic_ids else f"id-of-{topic}"
+        self.settings[topic] = {**_DEFAULTS, **settings}
+
+    def reset(self, topic: str, setting: str) -> None:
+        """Let the broker's setting apply to a topic again."""
+        del self.settings[topic][setting]
+        if setting in _DEFAULTS:
+            self.settings[topic][setting] = _DEFAULTS[setting]
 
     def log(self, place: Place) -> PartitionLog:
         """The log of a partition."""
@@ -78,12 +101,15 @@ class Cluster:
         sequence: int,
         *,
         transactional: bool = False,
+        created_ms: int = 0,
     ) -> int:
-        """Produce one record."""
+        """Produce one record, which its producer created at some time."""
         if transactional:
             self.transactions.check_open(producer, place)
         self.changed_s = self.scheduler.now_s
-        return self.log(place).append(self.now_ms, key, value, headers, producer, sequence, transactional=transactional)
+        stamped = self.settings[place[0]]["message.timestamp.type"] == "LogAppendTime"
+        at_ms = self.now_ms if stamped or not created_ms else created_ms
+        return self.log(place).append(at_ms, key, value, headers, producer, sequence, transactional=transactional)
 
     def _send_marker(self, state: TransactionState, target: Place | str, commit: bool) -> None:
         # Markers are written one by one; a slow follower delays one by seconds.
@@ -114,7 +140,7 @@ class Link:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._scheduler = cluster, cluster.scheduler
-        self.process = cluster.scheduler.process or _OUTSIDE
+        self.process = cluster.scheduler.process or OUTSIDE
 
     def check(self) -> None:
         """Raise Crashed if the client's process is dead."""

@@ -51,8 +51,9 @@ class Member:
 
 @dataclass
 class Group:
-    """Members, offsets and pending offsets of a group; `partitions` are those of the topic that its members read."""
+    """Members, offsets and pending offsets of a group; `topic` is what its members read."""
 
+    topic: str = ""
     partitions: int = 0
     generation: int = 0
     rebalancing: bool = False

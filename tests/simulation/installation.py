@@ -18,7 +18,7 @@ from rollstream.topics.kafka import clients, hanging_transactions, open_transact
 from rollstream.topics.kafka import reader as kafka_reader
 from rollstream.topics.kafka import transactions as producing
 from rollstream.topics.kafka.bounded_calls import Stalled
-from tests.simulation.cluster import Cluster
+from tests.simulation.cluster import OUTSIDE, Cluster
 from tests.simulation.model_admin import ModelAdmin
 from tests.simulation.model_consumer import ModelConsumer
 from tests.simulation.model_producer import ModelProducer
@@ -32,9 +32,9 @@ class World:
 
     cluster: Cluster
 
-    def begin(self, seed: int = 0) -> Cluster:
+    def begin(self, seed: int = 0, most_steps: int = 60_000) -> Cluster:
         """Put an empty cluster in place."""
-        self.cluster = Cluster(Scheduler(seed))
+        self.cluster = Cluster(Scheduler(seed, most_steps))
         return self.cluster
 
     def result_of(self, work: Callable[[], T]) -> T:
@@ -90,8 +90,7 @@ def installed(world: World) -> Iterator[None]:
                 raise Stalled(f"{name} did not return within {timeout_s:g} s") from None
 
         def submit(self, call: Callable[[], Any]) -> ModelFuture:
-            process = world.scheduler.process
-            assert process is not None
+            process = world.scheduler.process or OUTSIDE
             return ModelFuture(world.scheduler, world.scheduler.spawn(process, "publisher", call))
 
         def close(self) -> None:

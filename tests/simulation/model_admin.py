@@ -1,4 +1,4 @@
-"""Answers of an admin client about the topics of the model: names, ids, partitions."""
+"""Answers of an admin client about the model: topics and their settings, offsets, deletions, groups."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -6,27 +6,48 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from confluent_kafka import IsolationLevel, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_END, ConsumerGroupState, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin._config import AlterConfigOpType
 from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from tests.simulation.cluster import Cluster
+from tests.simulation.group_coordinator import Group
 
-_EARLIEST = type(OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+_EARLIEST, _NEWEST = (
+    type(spec)
+    for spec in (OffsetSpec.earliest(), OffsetSpec.max_timestamp())  # type: ignore[no-untyped-call]
+)
+
+
+class Broker(NamedTuple):
+    """The only broker."""
+
+    id: int = 1
+    host: str = "model"
+    port: int = 1
+
+
+@dataclass(frozen=True)
+class PartitionMetadata:
+    """One partition, on the only broker."""
+
+    leader: int = 1
+    replicas: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
 class TopicMetadata:
     """One topic."""
 
-    partitions: Mapping[int, None] = field(default_factory=dict)
+    partitions: Mapping[int, PartitionMetadata] = field(default_factory=dict)
     error: KafkaError | None = None
 
 
 class Metadata(NamedTuple):
-    """Topics by name, and the ids of the brokers that are up."""
+    """Topics by name, and the brokers that are up by id."""
 
     topics: Mapping[str, TopicMetadata]
-    brokers: Mapping[int, None] = MappingProxyType({1: None})
+    brokers: Mapping[int, Broker] = MappingProxyType({1: Broker()})
 
 
 class Description(NamedTuple):
@@ -35,58 +56,15 @@ class Description(NamedTuple):
     topic_id: str
 
 
-def metadata_of(cluster: Cluster, topic: str | None) -> Metadata:
-    """Return the metadata of a topic, or of all."""
-    names = [topic] if topic is not None else list(cluster.topics)
-    return Metadata({name: _metadata(cluster, name) for name in names})
+class Setting(NamedTuple):
+    """A setting of a topic or of the broker."""
 
-
-def _metadata(cluster: Cluster, name: str) -> TopicMetadata:
-    if name not in cluster.topics:
-        return TopicMetadata(error=KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
-    return TopicMetadata(dict.fromkeys(range(len(cluster.topics[name]))))
-
-
-class ModelAdmin:
-    """Answers at once, without the network of the model."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def list_topics(self, topic: str | None = None, timeout: float = -1) -> Metadata:
-        return metadata_of(self._cluster, topic)
-
-    def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
-        return {name: _done(Description(f"id-of-{name}")) for name in topics.topic_names}
-
-    def list_offsets(
-        self,
-        places: Mapping[TopicPartition, Any],
-        isolation_level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
-        request_timeout: float = -1,
-    ) -> dict[TopicPartition, "Future[ListedOffset]"]:
-        """Return beginnings and ends; no other offsets are asked for."""
-        committed = isolation_level == IsolationLevel.READ_COMMITTED
-        answers = {}
-        for place, spec in places.items():
-            log = self._cluster.log((place.topic, place.partition))
-            end = log.stable if committed else log.end
-            answers[place] = _done(ListedOffset(log.begin if isinstance(spec, _EARLIEST) else end))
-        return answers
-
-    def list_consumer_groups(self, *, request_timeout: float) -> "Future[GroupList]":
-        return _done(GroupList([GroupListing(name) for name in self._cluster.groups]))
-
-    def describe_configs(self, resources: Iterable[Any], *, request_timeout: float) -> dict[Any, "Future[Any]"]:
-        return {resource: _done({}) for resource in resources}
-
-    def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
-        assert request_timeout > 0
-        return {name: _done(GroupDescription(tuple(self._cluster.groups[name].members))) for name in names}
+    name: str
+    value: str
 
 
 class ListedOffset(NamedTuple):
-    """An offset, without the time of its record."""
+    """An offset, with the time of its record if that was asked for."""
 
     offset: int
     timestamp: int = -1
@@ -105,14 +83,170 @@ class GroupList(NamedTuple):
     errors: tuple[Any, ...] = ()
 
 
+class Assignment(NamedTuple):
+    """Partitions of a member."""
+
+    topic_partitions: list[TopicPartition]
+
+
+class MemberDescription(NamedTuple):
+    """One member of a group."""
+
+    member_id: str
+    group_instance_id: str
+    assignment: Assignment
+
+
 class GroupDescription(NamedTuple):
     """Members of a group."""
 
-    members: tuple[str, ...]
-    state: str = "Stable"
+    members: list[MemberDescription]
+    state: ConsumerGroupState
+
+
+def metadata_of(cluster: Cluster, topic: str | None) -> Metadata:
+    """Return the metadata of a topic, or of all."""
+    names = [topic] if topic is not None else list(cluster.topics)
+    return Metadata({name: _metadata(cluster, name) for name in names})
+
+
+def _metadata(cluster: Cluster, name: str) -> TopicMetadata:
+    if name not in cluster.topics:
+        return TopicMetadata(error=KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+    return TopicMetadata({number: PartitionMetadata() for number in range(len(cluster.topics[name]))})
+
+
+class ModelAdmin:
+    """Answers at once, without the network of the model."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def list_topics(self, topic: str | None = None, timeout: float = -1) -> Metadata:
+        return metadata_of(self._cluster, topic)
+
+    # ------------------------------------------------------------------ topics
+
+    def create_topics(self, topics: Iterable[Any], **_limits: float) -> dict[str, "Future[None]"]:
+        return {topic.topic: self._created(topic) for topic in topics}
+
+    def _created(self, topic: Any) -> "Future[None]":
+        if topic.topic in self._cluster.topics:
+            return _refused(KafkaError.TOPIC_ALREADY_EXISTS, f"Topic '{topic.topic}' already exists.")
+        if topic.replication_factor > 1:
+            return _refused(
+                KafkaError.INVALID_REPLICATION_FACTOR,
+                f"Unable to replicate the partition {topic.replication_factor} time(s): The target replication factor "
+                f"of {topic.replication_factor} cannot be reached because only 1 broker(s) are registered.",
+            )
+        self._cluster.create(topic.topic, topic.num_partitions, topic.config or {})
+        return _done(None)
+
+    def delete_topics(self, names: Iterable[str], **_limits: float) -> dict[str, "Future[None]"]:
+        return {
+            name: _done(None) if self._cluster.topics.pop(name, None) else _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
+            for name in names
+        }
+
+    def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
+        return {
+            name: _done(Description(self._cluster.topic_ids[name]))
+            if name in self._cluster.topics
+            else _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
+            for name in topics.topic_names
+        }
+
+    def describe_configs(self, resources: Iterable[Any], **_limits: float) -> dict[Any, "Future[dict[str, Setting]]"]:
+        answers = {}
+        for resource in resources:
+            settings = self._cluster.settings.get(resource.name, {})
+            if resource.restype.name == "TOPIC" and resource.name not in self._cluster.topics:
+                answers[resource] = _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
+            else:
+                answers[resource] = _done({name: Setting(name, value) for name, value in settings.items()})
+        return answers
+
+    def incremental_alter_configs(self, resources: Iterable[Any], **_limits: float) -> dict[Any, "Future[None]"]:
+        answers = {}
+        for resource in resources:
+            for entry in resource.incremental_configs:
+                if entry.incremental_operation == AlterConfigOpType.DELETE:
+                    self._cluster.reset(resource.name, entry.name)
+                else:
+                    self._cluster.settings[resource.name][entry.name] = entry.value
+            answers[resource] = _done(None)
+        return answers
+
+    # ------------------------------------------------------------------ offsets
+
+    def list_offsets(
+        self,
+        places: Mapping[TopicPartition, Any],
+        isolation_level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+        request_timeout: float = -1,
+    ) -> dict[TopicPartition, "Future[ListedOffset]"]:
+        """Return beginnings, ends, and the offsets of the newest records; no other offsets are asked for."""
+        committed = isolation_level == IsolationLevel.READ_COMMITTED
+        answers = {}
+        for place, spec in places.items():
+            if place.topic not in self._cluster.topics:
+                answers[place] = _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
+                continue
+            log = self._cluster.log((place.topic, place.partition))
+            end = log.stable if committed else log.end
+            if isinstance(spec, _NEWEST):
+                newest = max(log.entries[log.begin : end], key=lambda entry: entry.timestamp_ms, default=None)
+                answers[place] = _done(ListedOffset(newest.offset, newest.timestamp_ms) if newest else ListedOffset(-1))
+            else:
+                answers[place] = _done(ListedOffset(log.begin if isinstance(spec, _EARLIEST) else end))
+        return answers
+
+    def delete_records(
+        self, places: Iterable[TopicPartition], **_limits: float
+    ) -> dict[TopicPartition, "Future[Description]"]:
+        answers = {}
+        for place in places:
+            log = self._cluster.log((place.topic, place.partition))
+            offset = log.stable if place.offset == OFFSET_END else place.offset
+            if offset > log.stable:
+                answers[place] = _refused(KafkaError.OFFSET_OUT_OF_RANGE)
+                continue
+            log.begin = max(log.begin, offset)
+            answers[place] = _done(None)
+        return answers
+
+    # ------------------------------------------------------------------ groups
+
+    def list_consumer_groups(self, *, request_timeout: float) -> "Future[GroupList]":
+        return _done(GroupList([GroupListing(name) for name in self._cluster.groups]))
+
+    def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
+        assert request_timeout > 0
+        return {name: _described(self._cluster.groups.get(name)) for name in names}
+
+
+def _described(group: Group | None) -> "Future[GroupDescription]":
+    if group is None or not (group.members or group.offsets):
+        return _refused(KafkaError.GROUP_ID_NOT_FOUND)
+    members = [
+        MemberDescription(
+            member.name,
+            member.instance,
+            Assignment([TopicPartition(group.topic, number) for number in member.assignment]),
+        )
+        for member in group.members.values()
+    ]
+    state = ConsumerGroupState.STABLE if members else ConsumerGroupState.EMPTY
+    return _done(GroupDescription(members, ConsumerGroupState.PREPARING_REBALANCING if group.rebalancing else state))
 
 
 def _done(value: Any) -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_result(value)
+    return future
+
+
+def _refused(code: int, text: str = "") -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_exception(KafkaException(KafkaError(code, text or KafkaError(code).str())))
     return future

@@ -9,7 +9,9 @@ from typing import Any
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
+    OFFSET_END,
     OFFSET_INVALID,
+    TIMESTAMP_CREATE_TIME,
     TIMESTAMP_LOG_APPEND_TIME,
     KafkaError,
     KafkaException,
@@ -29,8 +31,15 @@ Callback = Callable[[Any, list[TopicPartition]], None]
 class ModelMessage:
     """A record, or an event in its place."""
 
-    def __init__(self, place: Place, offset: int, entry: Entry | None = None, error: int | None = None) -> None:
-        self._place, self._offset, self._entry = place, offset, entry
+    def __init__(
+        self,
+        place: Place,
+        offset: int,
+        entry: Entry | None = None,
+        error: int | None = None,
+        stamp: int = TIMESTAMP_LOG_APPEND_TIME,
+    ) -> None:
+        self._place, self._offset, self._entry, self._stamp = place, offset, entry, stamp
         self._error = None if error is None else KafkaError(error)
 
     def error(self) -> KafkaError | None:
@@ -46,7 +55,7 @@ class ModelMessage:
         return self._offset
 
     def timestamp(self) -> tuple[int, int]:
-        return TIMESTAMP_LOG_APPEND_TIME, self._entry.timestamp_ms if self._entry else -1
+        return self._stamp, self._entry.timestamp_ms if self._entry else -1
 
     def key(self) -> bytes | None:
         return self._entry.key if self._entry else None
@@ -69,6 +78,7 @@ class ModelConsumer:
         self._group_name = str(settings["group.id"])
         self._instance = str(settings.get("group.instance.id", ""))
         self._session_s = float(settings.get("session.timeout.ms", 45_000)) / 1000
+        self._piece_bytes = int(settings["max.partition.fetch.bytes"])
         self._committed_only = settings["isolation.level"] == "read_committed"
         self._positions: dict[Place, int] = {}
         self._paused: set[Place] = set()
@@ -95,6 +105,10 @@ class ModelConsumer:
             self._positions[place.topic, place.partition] = place.offset
             self._told_end.pop((place.topic, place.partition), None)
             self._paused.discard((place.topic, place.partition))
+
+    def incremental_unassign(self, places: Sequence[TopicPartition]) -> None:
+        for place in places:
+            self._positions.pop((place.topic, place.partition), None)
 
     def unassign(self) -> None:
         self._positions.clear()
@@ -146,6 +160,8 @@ class ModelConsumer:
         )
 
     def _stop(self, place: Place) -> int:
+        if place[0] not in self._cluster.topics:
+            return 0
         log = self._cluster.log(place)
         return log.stable if self._committed_only else log.end
 
@@ -160,26 +176,50 @@ class ModelConsumer:
         if self._instance:
             # The network decides how much one fetch brings of each partition.
             rng.shuffle(places)
+        while places and len(messages) < most:
+            before = len(messages)
+            self._fetch_pieces(places, most, messages)
+            if self._instance or len(messages) == before:
+                break
+        return messages
+
+    def _fetch_pieces(self, places: list[Place], most: int, messages: list[ModelMessage]) -> None:
+        """Take a piece of each partition in turn."""
+        rng = self._scheduler.rng
         for place in places:
+            if place not in self._positions:
+                continue
             room = most - len(messages)
             if room <= 0:
                 break
             if self._instance:
                 room = min(room, rng.choice((1, 2, 5, room)))
+            if place[0] not in self._cluster.topics:
+                del self._positions[place]
+                messages.append(ModelMessage(place, -1, error=KafkaError.UNKNOWN_TOPIC_OR_PART))
+                continue
             if self._positions[place] < 0 and not self._resolve(place, messages):
                 continue
-            at = self._positions[place]
-            entries, self._positions[place] = self._cluster.log(place).visible(at, room, self._committed_only)
-            messages += [ModelMessage(place, entry.offset, entry) for entry in entries]
+            at, log = self._positions[place], self._cluster.log(place)
+            if not log.begin <= at <= log.end:
+                del self._positions[place]
+                messages.append(ModelMessage(place, at, error=KafkaError._AUTO_OFFSET_RESET))
+                continue
+            entries, self._positions[place] = log.visible(at, room, self._committed_only, self._piece_bytes)
+            stamped = self._cluster.settings[place[0]]["message.timestamp.type"] == "LogAppendTime"
+            stamp = TIMESTAMP_LOG_APPEND_TIME if stamped else TIMESTAMP_CREATE_TIME
+            messages += [ModelMessage(place, entry.offset, entry, stamp=stamp) for entry in entries]
             end = self._positions[place]
             if end >= self._stop(place) and self._told_end.get(place) != end and len(messages) < most:
                 self._told_end[place] = end
                 messages.append(ModelMessage(place, end, error=KafkaError._PARTITION_EOF))
-        return messages
 
     def _resolve(self, place: Place, messages: list[ModelMessage]) -> bool:
         if self._positions[place] == OFFSET_BEGINNING:
             self._positions[place] = self._cluster.log(place).begin
+            return True
+        if self._positions[place] == OFFSET_END:
+            self._positions[place] = self._stop(place)
             return True
         assert self._positions[place] == OFFSET_INVALID
         committed = self._cluster.groups[self._group_name].fetch(place)
@@ -205,12 +245,17 @@ class ModelConsumer:
     # ------------------------------------------------------------------ offsets
 
     def offsets_for_times(self, places: Sequence[TopicPartition], timeout: float = -1) -> list[TopicPartition]:
-        """Return beginnings and ends; no other times are asked for."""
         self._link.check()
 
         def offset(p: TopicPartition) -> int:
             place = p.topic, p.partition
-            return self._cluster.log(place).begin if p.offset == OFFSET_BEGINNING else self._stop(place)
+            log = self._cluster.log(place)
+            if p.offset == OFFSET_BEGINNING:
+                return log.begin
+            if p.offset == OFFSET_END:
+                return self._stop(place)
+            later = (e.offset for e in log.entries[log.begin : self._stop(place)] if e.timestamp_ms >= p.offset)
+            return next(later, OFFSET_END)
 
         def answer() -> list[TopicPartition]:
             return [TopicPartition(p.topic, p.partition, offset(p)) for p in places]
@@ -255,7 +300,8 @@ class ModelConsumer:
     def subscribe(self, topics: Sequence[str], on_assign: Callback, on_revoke: Callback, on_lost: Callback) -> None:
         [self._topic] = topics
         self._callbacks = on_assign, on_revoke, on_lost
-        self._cluster.groups[self._group_name].partitions = len(self._cluster.topics[self._topic])
+        group = self._cluster.groups[self._group_name]
+        group.topic, group.partitions = self._topic, len(self._cluster.topics[self._topic])
 
     def _take_part(self) -> None:
         """Do what a member's heartbeats and the group's state ask for."""

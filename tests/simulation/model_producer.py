@@ -11,6 +11,7 @@ from typing import Any
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, TopicPartition
 
 from rollstream.topics.kafka.records import size_of
+from rollstream.topics.keys import partition_of
 from tests.simulation.cluster import Cluster, Link, TimedOut
 from tests.simulation.group_coordinator import Committed, MemberMetadata
 from tests.simulation.model_admin import Metadata, metadata_of
@@ -50,6 +51,7 @@ class _Queued:
     headers: Headers
     report: Report | None
     since_s: float
+    created_ms: int
 
 
 class ModelProducer:
@@ -96,10 +98,18 @@ class ModelProducer:
         self._raise_fatal()
         pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
         encoded = [(name, each.encode() if isinstance(each, str) else each) for name, each in pairs]
-        place = topic, max(partition, 0)
+        place = topic, self._partition(topic, key) if partition < 0 else partition
         if size_of(key, value, tuple(encoded)) > self._most_bytes:
             raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
-        self._queue.append(_Queued(place, key, value, encoded, on_delivery, self._scheduler.now_s))
+        created_ms = timestamp or self._cluster.now_ms
+        self._queue.append(_Queued(place, key, value, encoded, on_delivery, self._scheduler.now_s, created_ms))
+
+    def _partition(self, topic: str, key: bytes | None) -> int:
+        partitions = len(self._cluster.topics.get(topic, [None]))
+        return self._scheduler.rng.randrange(partitions) if key is None else partition_of(key, partitions)
+
+    def purge(self) -> None:
+        self._fail(list(self._queue), KafkaError(KafkaError._PURGE_QUEUE))
 
     def poll(self, timeout: float = 0) -> int:
         self._link.check()
@@ -140,11 +150,22 @@ class ModelProducer:
         def append() -> list[int]:
             return [
                 self._cluster.append(
-                    place, q.key, q.value, q.headers, producer, first + at, transactional=transactional
+                    place,
+                    q.key,
+                    q.value,
+                    q.headers,
+                    producer,
+                    first + at,
+                    transactional=transactional,
+                    created_ms=q.created_ms,
                 )
                 for at, q in enumerate(batch)
             ]
 
+        if place[0] not in self._cluster.topics or place[1] >= len(self._cluster.topics[place[0]]):
+            missing = KafkaError._UNKNOWN_PARTITION if place[0] in self._cluster.topics else KafkaError._UNKNOWN_TOPIC
+            self._fail(batch, KafkaError(missing))
+            return
         try:
             if transactional:
                 self._add(place, deadline_s)

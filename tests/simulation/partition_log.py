@@ -92,13 +92,19 @@ class PartitionLog:
         if not commit:
             self.aborted.update(members)
 
-    def visible(self, start: int, most: int, committed: bool) -> tuple[list[Entry], int]:
-        """Return records from an offset on, and the offset after what was looked at."""
+    def visible(
+        self, start: int, most: int, committed: bool, most_bytes: float = float("inf")
+    ) -> tuple[list[Entry], int]:
+        """Return records from an offset on, and the offset after what was looked at; a first record always fits."""
         stop = self.stable if committed else self.end
         collected: list[Entry] = []
         at = max(start, self.begin)
+        size_bytes = 0
         while at < stop and len(collected) < most:
             entry = self.entries[at]
+            size_bytes += len(entry.value or b"")
+            if collected and size_bytes > most_bytes:
+                break
             at += 1
             if not entry.marker and not (committed and entry.offset in self.aborted):
                 collected.append(entry)

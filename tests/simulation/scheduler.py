@@ -2,8 +2,10 @@
 
 An actor is a thread of a simulated process. It goes on until it pauses, which each request to a broker does before and
 after it takes effect; then the seed chooses who goes on. Time moves with every step, and jumps where everybody waits.
+Code outside every actor, such as a test, lets the actors run while it waits.
 """
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -95,6 +97,7 @@ class Scheduler:
         """One step: faults may come, and another actor may go on."""
         actor = self.current
         if actor is None:
+            self._turn()
             return
         self.steps += 1
         self.on_step(actor.process)
@@ -106,9 +109,13 @@ class Scheduler:
 
     def wait(self, until: Callable[[], bool], for_s: float) -> bool:
         """Wait until a condition holds, or for a time; return whether it holds."""
-        assert self.current is not None
         if not until():
-            self._yield(until, self.now_s + for_s)
+            deadline_s = self.now_s + for_s
+            if self.current is not None:
+                self._yield(until, deadline_s)
+            else:
+                self.later(for_s, lambda: None)  # time does not jump past it
+                self.run(lambda: until() or self.now_s >= deadline_s)
         return until()
 
     def sleep(self, for_s: float) -> None:
@@ -121,7 +128,10 @@ class Scheduler:
         if not actor.process.alive:
             raise Crashed
         actor.until, actor.deadline_s = until, deadline_s
+        loop = asyncio._get_running_loop()  # one for all actors, because they share a thread
+        asyncio._set_running_loop(None)
         self.main.switch()
+        asyncio._set_running_loop(loop)
         if not actor.process.alive:
             raise Crashed
 
@@ -149,18 +159,21 @@ class Scheduler:
     def run(self, until: Callable[[], bool]) -> None:
         """Let actors run until a condition holds. Raises Endless if it takes too many steps or nobody can go on."""
         while not until():
-            self._advance(STEP_S)
-            self._due()
-            ready = [actor for actor in self._actors if self._ready(actor)]
-            if not ready:
-                if not self._jump() and not until():
-                    raise Endless("nobody can ever go on")
-                continue
-            actor = ready[0] if len(ready) == 1 else self.rng.choice(ready)
-            self._resume(actor)
-            self.steps += 1
-            if self.steps > self._most_steps:
-                raise Endless(f"{self.steps} steps and no end; {[(a.name, a.until is None) for a in self._actors]}")
+            if not self._turn() and not self._jump() and not until():
+                raise Endless("nobody can ever go on")
+
+    def _turn(self) -> bool:
+        """Let one actor go on; return whether any could."""
+        self._advance(STEP_S)
+        self._due()
+        ready = [actor for actor in self._actors if self._ready(actor)]
+        if not ready:
+            return False
+        self._resume(ready[0] if len(ready) == 1 else self.rng.choice(ready))
+        self.steps += 1
+        if self.steps > self._most_steps:
+            raise Endless(f"{self.steps} steps and no end; {[(a.name, a.until is None) for a in self._actors]}")
+        return True
 
     def end(self) -> None:
         """End every actor, so that nothing of the schedule is left."""
@@ -179,7 +192,10 @@ class Scheduler:
     def _resume(self, actor: Actor) -> None:
         actor.until = None
         self.current = actor
+        loop = asyncio._get_running_loop()
+        asyncio._set_running_loop(None)
         actor.thread.switch()
+        asyncio._set_running_loop(loop)
         self.current = None
         if actor.done:
             self._actors.remove(actor)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,12 +91,12 @@ def test_a_session_that_begins_and_ends_between_the_readings_of_calls_and_rollou
     log = run.log("rollouts")
     visible = log.visible
 
-    def live_first(start: int, most: int, committed: bool) -> tuple[list[Entry], int]:
+    def live_first(*words: Any) -> tuple[list[Entry], int]:
         log.visible = visible  # type: ignore[method-assign]
         write("start", session)
         run.write("rollouts", encode_key("env", session), encode(example_rollout(session)))
         write("finished", session)
-        return visible(start, most, committed)
+        return visible(*words)
 
     records = CallRecords(KAFKA, RUN)
     log.visible = live_first  # type: ignore[method-assign]

@@ -1,10 +1,12 @@
 """A ledger over a model of Kafka: what happens to the topics while they are read does not count as a loss."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rollstream.pipeline.audit.ledger.proof import Books, ledger
+from rollstream.topics.kafka.client_errors import OffsetGone
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World, installed
 from tests.simulation.partition_log import Entry
@@ -33,14 +35,18 @@ def test_a_prune_while_the_ledger_reads_is_no_loss(world: World, after: str, rea
     log, pruned = run.log(after), []
     visible = log.visible
 
-    def read_then_prune(start: int, most: int, committed: bool) -> tuple[list[Entry], int]:
-        answer = visible(start, most, committed)
+    def read_then_prune(*words: Any) -> tuple[list[Entry], int]:
+        answer = visible(*words)
         if not pruned:
             pruned.append(after)
             run.prune(2)
         return answer
 
     log.visible = read_then_prune  # type: ignore[method-assign]
+    if not read_before:  # Its positions are now before the beginning of the log, which is an error and no accusation.
+        with pytest.raises(OffsetGone, match="records were deleted"):
+            world.result_of(books.read)
+        books = world.result_of(lambda: Books(KAFKA, RUN))
     book = world.result_of(books.read)
     assert pruned
     assert book.problems == []

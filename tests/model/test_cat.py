@@ -6,6 +6,7 @@ from confluent_kafka.admin import NewTopic
 from rollstream.pipeline.tools.cat import ReadSpan, messages
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.open_transactions import await_decided
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def topic(broker: str) -> str:
     for partition in (0, 1):
         plain.produce(name, b"last", b"key", partition)
     assert plain.flush(120) == 0
+    await_decided(kafka, name, "reading the last records")
     return name
 
 

@@ -1,0 +1,26 @@
+"""Tests of code that speaks to Kafka: over a model of it in virtual time, and with `--kafka` over a real one."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.installation import World, installed
+from tests.simulation.threads import virtual_threads
+from tests.support.run_fixtures import _compile_once, compiled, kafka, real_run, run  # noqa: F401
+
+_MOST_STEPS = 3_000_000
+
+
+@pytest.fixture(scope="module")
+def broker(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Bootstrap servers of the model, or of the Kafka that `--kafka` names."""
+    if request.config.getoption("--kafka"):
+        yield request.getfixturevalue("real_broker")
+        return
+    world = World()
+    world.begin(most_steps=_MOST_STEPS)
+    with installed(world), virtual_threads(world):
+        try:
+            yield "model:1"
+        finally:
+            world.scheduler.end()
