@@ -32,6 +32,7 @@ from rollstream.topics.secrets import program_environment
 START_TIMEOUT_S = 60.0
 """Time for a process to start and to import the verifier."""
 _MOST_ANSWER_BYTES = 1 << 20
+_PROGRAM = "rollstream.producers.verifier_process"
 
 
 class VerifierFailed(RollstreamError):
@@ -133,10 +134,16 @@ class _Child:
 
     def __init__(self, name: str, timeout_s: float, memory_bytes: int) -> None:
         self._name = name
+        main = getattr(sys.modules.get("__main__"), "__spec__", None)
+        if main is not None and main.name == _PROGRAM:
+            raise ConfigurationError(
+                f"a process of a verifier pool imports the code of {name}, which calls a pool again, and so on without "
+                'end; put what runs the pool under `if __name__ == "__main__":`'
+            )
         self._ending = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", "rollstream.producers.verifier_process"]
+            command = [sys.executable, "-P", "-m", _PROGRAM]
             self._process = subprocess.Popen(
                 [*command, name, str(theirs.fileno()), repr(timeout_s), str(memory_bytes)],
                 env={**program_environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -4,6 +4,7 @@ A call that is not valid JSON stays in the text, so that an environment can resp
 """
 
 import json
+import math
 import re
 from typing import Any
 
@@ -62,7 +63,7 @@ def call_text(name: str, arguments: str) -> str:
 
 def _call(text: str) -> ToolCall | None:
     try:
-        call: Any = json.loads(text, parse_constant=_refuse_constant)
+        call: Any = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
@@ -75,3 +76,10 @@ def _call(text: str) -> ToolCall | None:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """Return a number; one beyond float64 would be written as Infinity, which is no JSON."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is beyond float64")
+    return number

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,33 @@ def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() ->
         run(pool(PROMPT, "42"))
     with pytest.raises(ConfigurationError, match="timeout_s > 0"):
         VerifierPool(score_module_level, timeout_s=0)
+
+
+def test_a_script_without_a_guard_that_calls_a_pool_starts_no_further_processes(tmp_path: Path) -> None:
+    script, started = tmp_path / "script.py", tmp_path / "started"
+    script.write_text(f"""
+import asyncio, os, pathlib
+from rollstream import Prompt, VerifierPool
+
+with open({str(started)!r}, "a") as file:
+    print(os.getpid(), file=file)
+if len(pathlib.Path({str(started)!r}).read_text().split()) > 3:
+    raise SystemExit("it goes on without end")
+
+def judge(prompt, text):
+    return 1.0
+
+async def main():
+    with VerifierPool(judge, processes=1, timeout_s=60) as pool:
+        print((await pool(Prompt(example_id="1", text="x", answer="1"), "1")).reward)
+
+asyncio.run(main())
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "which calls a pool again" in done.stderr
+    assert 'under `if __name__ == "__main__":`' in done.stderr
+    assert len(started.read_text().split()) == 2
 
 
 def test_a_verifier_that_hangs_when_it_is_imported_leaves_no_process(

@@ -176,3 +176,10 @@ def test_half_of_a_surrogate_pair_in_a_call_stays_escaped() -> None:
     written = r'<tool_call>{"name": "f", "arguments": {"a": "é \ud83d"}}</tool_call>'
     [call] = hermes.parse(written).tool_calls
     assert hermes.call_text(call.name, call.arguments) == written
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_a_call_with_a_number_that_json_cannot_hold_is_text(number: str) -> None:
+    written = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
+    message = hermes.parse(written)
+    assert (message.tool_calls, message.content) == ((), written)
