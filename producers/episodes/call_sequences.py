@@ -190,6 +190,47 @@ def _messages(call: ModelCall) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
+def same_messages(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> bool:
+    """Whether messages are the same in all their fields, as an agent repeats them: see `same_words`."""
+    return len(before) == len(now) and all(
+        earlier == later or (same_words(earlier, later) and _others(earlier) == _others(later))
+        for earlier, later in zip(before, now, strict=True)
+    )
+
+
+def same_words(before: ChatMessage, now: ChatMessage) -> bool:
+    """Whether content and tool calls are the same: arguments in any spacing of JSON, content as text or as parts, null
+    or missing if empty, and that of an answer with or without white space at its end."""
+    return _words(before) == _words(now)
+
+
+def _words(message: ChatMessage) -> tuple[Any, list[tuple[Any, Any]]]:
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text") or "") for part in content)
+    if message.get("role", "assistant") == "assistant" and isinstance(content, str):
+        content = content.rstrip()
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    return content, [(function.get("name"), _arguments(function.get("arguments"))) for function in calls]
+
+
+def _others(message: ChatMessage) -> dict[str, Any]:
+    return {name: x for name, x in message.items() if name not in ("content", "tool_calls") and x is not None}
+
+
+def _arguments(text: Any) -> Any:
+    """Return arguments in one spelling; JavaScript writes 1.0 as 1. What is no JSON stays as it is."""
+    try:
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        return text
+
+
+def _number(text: str) -> float | int:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
 def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
     length = 0
     while length < min(len(a), len(b)) and a[length] == b[length]:

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, TOOLS, CallSequences, ChatMessage
+from rollstream.producers.episodes.call_sequences import (
+    PROMPT_ROLE,
+    TOOLS,
+    CallSequences,
+    ChatMessage,
+    same_messages,
+    same_words,
+)
 from rollstream.producers.inference.answers import Dialect, Sample
 from rollstream.producers.inference.requests import OPENAI_NEUTRAL
 from rollstream.producers.json_text import readable
@@ -174,9 +181,9 @@ def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any]
         return None
     last, tools = answers[-1], _tools_digest(request.body)
     for sequence in reversed(known.by_uid.values()):
-        if sequence.call.sampling.get(TOOLS) == tools and list(sequence.messages) == list(messages[:last]):
+        if sequence.call.sampling.get(TOOLS) == tools and same_messages(sequence.messages, messages[:last]):
             for index, message in enumerate(answered_messages(sequence.call)):
-                if _same_answer(message, messages[last]):
+                if same_words(message, messages[last]):
                     return {
                         "prompt_token_ids": sequence.prompt.tolist(),
                         "token_ids": sequence.call.answers[index].tokens.tolist(),
@@ -188,18 +195,6 @@ def answered_messages(call: ModelCall) -> list[ChatMessage]:
     """Return the messages that a chat call was answered with, in the order of its answers."""
     choices = json.loads(call.body).get("choices", [])
     return [choice.get("message") or {} for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
-
-
-def _same_answer(answered: ChatMessage, repeated: ChatMessage) -> bool:
-    if (answered.get("content") or "") != (repeated.get("content") or ""):
-        return False
-    return _tool_calls(answered) == _tool_calls(repeated)
-
-
-def _tool_calls(message: ChatMessage) -> list[tuple[Any, Any]]:
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
-    return [(function.get("name"), function.get("arguments")) for function in functions]
 
 
 def agent_answer(request: AgentRequest, body: Mapping[str, Any], uid: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Only a call with the same tools is continued, and only calls sampled from the policy are trained on."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -68,6 +69,48 @@ def test_only_a_request_with_the_tools_of_a_call_continues_it(
 ) -> None:
     known = CallSequences([recorded(chat(QUESTION, **before))])
     assert previous_turn(chat(QUESTION, ANSWER, GO_ON, **after), known) == (TURN if continued else None)
+
+
+def call_of(arguments: str) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "continued"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "8+"}, {"type": "text", "text": "9?"}]}, ANSWER, True),
+        (QUESTION, {"role": "assistant", "content": "17\n", "tool_calls": None}, True),
+        (QUESTION | {"name": None}, ANSWER, True),
+        (QUESTION | {"name": "a"}, ANSWER, False),
+        ({"role": "user", "content": "8+9? "}, ANSWER, False),
+        (QUESTION, {"role": "assistant", "content": " 17"}, False),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, ANSWER, False),
+    ],
+)
+def test_a_history_in_other_words_of_the_api_is_continued(
+    question: dict[str, Any], answer: dict[str, Any], continued: bool
+) -> None:
+    known = CallSequences([recorded(chat(QUESTION))])
+    assert previous_turn(chat(question, answer, GO_ON), known) == (TURN if continued else None)
+
+
+@pytest.mark.parametrize(
+    ("repeated", "continued"),
+    [
+        ('{"city":"Paris","days":[1,2]}', True),
+        ('{"days": [1, 2.0], "city": "Paris"}', True),
+        ('{"city": "Paris", "days": [true, 2]}', False),
+        ('{"city": "Lyon", "days": [1, 2]}', False),
+        ("{broken", False),
+    ],
+)
+def test_arguments_of_a_call_may_come_back_in_another_spelling(repeated: str, continued: bool) -> None:
+    sent = call_of('{"city": "Paris", "days": [1.0, 2]}')
+    call = dataclasses.replace(recorded(chat(QUESTION)), body=json.dumps({"choices": [{"index": 0, "message": sent}]}))
+    result = {"role": "tool", "tool_call_id": "1", "content": "sun"}
+    request = chat(QUESTION, call_of(repeated), result)
+    assert previous_turn(request, CallSequences([call])) == (TURN if continued else None)
 
 
 def test_a_history_that_ends_with_the_answer_continues_nothing() -> None:
