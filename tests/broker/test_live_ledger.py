@@ -165,6 +165,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
     assert book.selection["env"].lost.rollouts == 3 * len(list(indexed_batches(run.kafka, run.name)))
 
 
+@pytest.mark.long  # planted lies compare a ledger that reads on
 def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
     process = run.start("group")
     send(run, "a", 2)

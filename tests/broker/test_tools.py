@@ -516,6 +516,7 @@ def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
     assert any("version 6" in line and "step 1" in line for line in shown)
 
 
+@pytest.mark.long  # a planted lie says the same of a run over the model
 def test_one_flipped_bit_fails_its_batch_alone(planted: Planted, tools_broker: LocalBroker) -> None:
     batch = planted.batches[3]
     tools_broker.stop()

@@ -181,6 +181,7 @@ def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run:
     eventually(lambda: len(labeled_of(run)) == 6 + 4, 60, "labeling goes on where it was")
 
 
+@pytest.mark.long  # planted lies say it over the model
 def test_the_ledger_says_what_became_of_unlabelled_and_how_far_fillers_have_read(run: RealRun) -> None:
     send(run, [numbered(number) for number in (10, 11, 12, 13, 55)], "unlabelled")
     run.send_bytes("unlabelled", b"no trajectory", b"key", partition=1)

@@ -30,6 +30,7 @@ def verify_command(run: RealRun, *words: str) -> tuple[int, str]:
     return answer.returncode, answer.stdout
 
 
+@pytest.mark.long  # a planted lie says the same of a run over the model
 def test_a_batch_that_only_the_index_names_is_a_difference_of_the_whole_run_and_by_name(real_run: RealRun) -> None:
     names = grouped(real_run)
     assert verify(real_run.kafka, real_run.name).mismatches == []

@@ -69,6 +69,7 @@ def kill_at_random(run: RealRun, kills: int, seed: int, protocol: str) -> None:
     assert_promises(run, load)
 
 
+@pytest.mark.long  # the simulation and the museum kill groupers
 def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run: RealRun) -> None:
     kill_at_random(fault_run, 4, SEED, "classic")
 

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,12 @@ def installed(world: World) -> Iterator[None]:
     def sleep(for_s: float) -> None:
         world.scheduler.sleep(for_s)
 
+    home = threading.get_ident()
+
+    def at_home(modelled: Callable[..., T], real: Callable[..., T]) -> Callable[..., T]:
+        """Model a function for this thread, on which all actors run, and not for one that an earlier test left."""
+        return lambda *words: (modelled if threading.get_ident() == home else real)(*words)
+
     def nothing_hangs(*_arguments: Any) -> str:
         return "no broker to ask"
 
@@ -115,9 +122,9 @@ def installed(world: World) -> Iterator[None]:
             patch.setattr(hanging_transactions, name, nothing_hangs)
         patch.setattr(open_transactions, "open_on", nothing_hangs)
         patch.setattr(random, "uniform", lambda least, most: world.scheduler.rng.uniform(least, most))
-        patch.setattr(time, "time", now)
-        patch.setattr(time, "monotonic", now)
-        patch.setattr(time, "sleep", sleep)
+        patch.setattr(time, "time", at_home(now, time.time))
+        patch.setattr(time, "monotonic", at_home(now, time.monotonic))
+        patch.setattr(time, "sleep", at_home(sleep, time.sleep))
         level = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         try:

@@ -40,7 +40,7 @@ def failures(world: World, schedules: int) -> list[Outcome]:
 
 
 def test_no_schedule_of_faults_loses_or_repeats_anything(world: World) -> None:
-    assert failures(world, 400) == []
+    assert failures(world, 200) == []
 
 
 def test_no_schedule_of_long_stops_loses_or_repeats_anything(world: World) -> None:
