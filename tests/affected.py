@@ -127,17 +127,21 @@ def selection(changed: list[str]) -> tuple[list[str], list[str]]:
     return chosen, left
 
 
+def _upstream() -> str:
+    """Return the branch that this one follows, or HEAD if there is none."""
+    words = ["git", "rev-parse", "--abbrev-ref", "@{upstream}"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "HEAD"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--since", help="compare with what HEAD shares with this commit (default: its upstream, or HEAD)"
     )
-    since = (
-        parser.parse_args().since or (git("for-each-ref", "--format=%(upstream)", git("symbolic-ref", "HEAD")[0]))[0]
-    )
-    chosen, left = selection(changed_since(since or "HEAD"))
+    since = parser.parse_args().since or _upstream()
+    chosen, left = selection(changed_since(since))
     print(*chosen, sep="\n")
-    print(f"{len(chosen)} test files for what changed since {since or 'HEAD'}", file=sys.stderr)
+    print(f"{len(chosen)} test files for what changed since {since}", file=sys.stderr)
     if left:
         print(f"{len(left)} more are affected from further away; make test runs them", file=sys.stderr)
 
