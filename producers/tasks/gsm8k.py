@@ -84,7 +84,9 @@ def _read(path: Path, split: str, template: str) -> Iterator[Prompt]:
             continue
         try:
             problem = json.loads(line)
-            question, answer = str(problem["question"]), answer_of(str(problem["answer"]))
+            if (question := problem["question"]) is None:
+                raise ValueError("the question is null")
+            question, answer = str(question), answer_of(str(problem["answer"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{path}, line {number}: not a JSON object with question and answer") from error
         if answer is None:

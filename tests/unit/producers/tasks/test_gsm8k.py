@@ -105,6 +105,7 @@ def test_a_problem_is_put_as_a_chat_or_as_text_that_stops_before_the_next_questi
     ("line", "problem"),
     [
         ('{"question": "How many?"}', "line 2: not a JSON object with question and answer"),
+        ('{"question": null, "answer": "#### 4"}', "line 2: not a JSON object with question and answer"),
         ('{"question": ', "line 2: not a JSON object with question and answer"),
         ("[1]", "line 2: not a JSON object with question and answer"),
         ('{"question": "How many?", "answer": "many"}', "line 2: its answer does not end in #### and a number"),
