@@ -25,27 +25,12 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import PolicyManifest
+from tests.broker.test_judged_run import ESSAYS
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 
 T = TypeVar("T")
 
-ESSAYS = '''
-from rollstream import Prompt, Score, SingleTurn
-
-
-class Essays(SingleTurn):
-    """Essays, which a labeler judges."""
-
-    name = "essays"
-    max_tokens = 8
-
-    def prompts(self, split):
-        return [Prompt(example_id=str(n), text=f"write {n}: ") for n in range(20 if split == "train" else 0)]
-
-    def score(self, prompt, response_text, truncated):
-        return Score(reward=-1.0, components={"length": len(response_text)})
-'''
 SETTINGS = """
 [[environments]]
 use = "dsort3"
