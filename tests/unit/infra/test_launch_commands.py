@@ -70,7 +70,7 @@ def test_a_broker_reads_its_secrets_from_a_file_of_its_owner(tmp_path: Path) -> 
     layout = BrokerLayout(root=tmp_path)
     layout.data.mkdir()
     (layout.data / "meta.properties").write_text("cluster.id=abcdefghijklmnopqrstuv\n")
-    layout.properties.write_text("# by an earlier release\n")
+    layout.properties.write_text("# readable by all\n")
     layout.properties.chmod(0o644)
     kafka = JavaKafka(JavaRuntime(Path("/usr/bin/java"), 17, "PATH"), Jars(tmp_path, "4.2.1", "KAFKA_HOME"))
     launch = prepare(kafka, SECRET, layout, port=9092, controller_port=9093)
