@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions, NewTopic, ResourceType
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
@@ -293,6 +293,8 @@ def is_administered(stage: Stage) -> None:
         topic = NewTopic(other, 3, factor, config=settings)
         stage.attempt(client.create_topics([topic], operation_timeout=60)[other].result)
     stage.notes.append(topic_admin.partitions_of(stage.kafka, other))
+    stage.attempt(client.create_partitions([NewPartitions(other, 5)])[other].result)
+    until(lambda: topic_admin.partitions_of(stage.kafka, other) == 5)
     stage.attempt(lambda: topic_admin.partitions_of(stage.kafka, f"{stage.topic}.none"))
     until(lambda: topic_admin.retention_s(stage.kafka, other) == 7200)
     change = [ConfigEntry("retention.ms", None, incremental_operation=AlterConfigOpType.DELETE)]
@@ -333,6 +335,15 @@ def lists_its_groups(stage: Stage) -> None:
     stage.notes.append(groups.members(stage.kafka, stage.group))
     until(lambda: groups.group_assignment(stage.kafka, stage.group, stage.topic, 60) == (frozenset(), []))
     stage.notes.append(stage.group in topic_admin.group_names(stage.kafka))
+    client = clients.admin(stage.kafka)
+    with pytest.raises(KafkaException, match="group is not empty"):
+        client.delete_consumer_groups([stage.group])[stage.group].result(60)
+    for member in stage.members:
+        member.consumer.close()
+    stage.members.clear()
+    # A static member does not leave: its session ends.
+    until(lambda: client.delete_consumer_groups([stage.group])[stage.group].result(60) is None)
+    stage.notes.append(groups.members(stage.kafka, stage.group))
 
 
 def waits_for_open_transactions(stage: Stage) -> None:

@@ -5,10 +5,19 @@ from collections.abc import Iterator
 import pytest
 
 from tests.simulation.installation import World, installed
+from tests.simulation.roles import MODEL, modelled_roles
 from tests.simulation.threads import virtual_threads
 from tests.support.run_fixtures import _compile_once, compiled, kafka, real_run, run  # noqa: F401
 
 _MOST_STEPS = 3_000_000
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only Kafka can answer, such as a broker's memory, unless there is one."""
+    if not config.getoption("--kafka"):
+        without = [item for item in items if item.get_closest_marker("kafka") is not None]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in set(without)]
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +28,8 @@ def broker(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     world = World()
     world.begin(most_steps=_MOST_STEPS)
-    with installed(world), virtual_threads(world):
+    with installed(world), virtual_threads(world), modelled_roles(world):
         try:
-            yield "model:1"
+            yield MODEL
         finally:
             world.scheduler.end()

@@ -35,6 +35,8 @@ class World:
 
     def begin(self, seed: int = 0, most_steps: int = 60_000) -> Cluster:
         """Put an empty cluster in place."""
+        OUTSIDE.alive = True  # the end of another schedule ended it
+        OUTSIDE.actors.clear()
         self.cluster = Cluster(Scheduler(seed, most_steps))
         return self.cluster
 

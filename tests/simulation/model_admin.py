@@ -12,6 +12,7 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.group_coordinator import Group
+from tests.simulation.partition_log import PartitionLog
 
 _EARLIEST, _NEWEST = (
     type(spec)
@@ -143,10 +144,21 @@ class ModelAdmin:
         return _done(None)
 
     def delete_topics(self, names: Iterable[str], **_limits: float) -> dict[str, "Future[None]"]:
-        return {
-            name: _done(None) if self._cluster.topics.pop(name, None) else _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
-            for name in names
-        }
+        return {name: self._deleted(name) for name in names}
+
+    def _deleted(self, name: str) -> "Future[None]":
+        if self._cluster.topics.pop(name, None) is None:
+            return _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
+        for group in self._cluster.groups.values():
+            for place in [place for place in group.offsets if place[0] == name]:
+                del group.offsets[place]
+        return _done(None)
+
+    def create_partitions(self, topics: Iterable[Any], **_limits: float) -> dict[str, "Future[None]"]:
+        for topic in topics:
+            logs = self._cluster.topics[topic.topic]
+            logs.extend(PartitionLog() for _ in range(topic.new_total_count - len(logs)))
+        return {topic.topic: _done(None) for topic in topics}
 
     def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
         return {
@@ -223,6 +235,15 @@ class ModelAdmin:
     def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
         assert request_timeout > 0
         return {name: _described(self._cluster.groups.get(name)) for name in names}
+
+    def delete_consumer_groups(self, names: Iterable[str], **_limits: float) -> dict[str, "Future[None]"]:
+        return {name: self._without(name) for name in names}
+
+    def _without(self, name: str) -> "Future[None]":
+        if self._cluster.groups[name].members:
+            return _refused(KafkaError.NON_EMPTY_GROUP)
+        del self._cluster.groups[name]
+        return _done(None)
 
 
 def _described(group: Group | None) -> "Future[GroupDescription]":

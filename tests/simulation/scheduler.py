@@ -45,6 +45,10 @@ class Process:
     hanging: bool = False
     """The next call that may hang does."""
     actors: list["Actor"] = field(default_factory=list)
+    console: Any = None
+    """Has `swap()`, called before an actor of this process goes on and after it has paused."""
+    role: Any = None
+    """The role whose process this is."""
 
 
 class Actor:
@@ -194,7 +198,11 @@ class Scheduler:
         self.current = actor
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
+        if (console := actor.process.console) is not None:
+            console.swap()
         actor.thread.switch()
+        if console is not None:
+            console.swap()
         asyncio._set_running_loop(loop)
         self.current = None
         if actor.done:

@@ -4,6 +4,7 @@ Only modules of rollstream and of tests get them: libraries keep their own threa
 """
 
 import asyncio
+import builtins
 import importlib.util
 import queue
 import selectors
@@ -169,7 +170,17 @@ def virtual_threads(world: World) -> Iterator[None]:
             super().__init__(value)
             self._cond, self._value = Condition(Lock()), value
 
+    class Barrier(threading.Barrier):
+        """The library's own, over a condition of actors."""
+
+        def __init__(
+            self, parties: int, action: Callable[[], None] | None = None, timeout: float | None = None
+        ) -> None:
+            super().__init__(parties, action, timeout)
+            self._cond = Condition(Lock())
+
     ours = {
+        "Barrier": Barrier,
         "Thread": Thread,
         "Lock": Lock,
         "RLock": lambda: Lock(again=True),
@@ -194,10 +205,22 @@ def virtual_threads(world: World) -> Iterator[None]:
                 for attribute in ("threading", "queue"):
                     if (new := replaced.get(vars(module).get(attribute))) is not None:
                         patch.setattr(module, attribute, new)
+        importing = builtins.__import__
+
+        def imported(name: str, globals: Any = None, *rest: Any, **named: Any) -> Any:  # noqa: A002  # the library's
+            ours = globals and str(globals.get("__name__")).startswith("rollstream.")
+            module = importing(name, globals, *rest, **named)
+            return replaced.get(module, module) if ours and name in ("threading", "queue") else module
+
+        patch.setattr(builtins, "__import__", imported)
         patch.setattr(asyncio, "to_thread", to_thread)
         for module in (asyncio, asyncio.events):  # asyncio.run looks in the second
             patch.setattr(module, "new_event_loop", lambda: asyncio.SelectorEventLoop(_Selector(scheduler)))
         yield
+    for module in list(sys.modules.values()):  # those that were imported meanwhile
+        for real, modelled in replaced.items():
+            if vars(module).get(real.__name__) is modelled:
+                setattr(module, real.__name__, real)
     if errors:
         raise errors[0]
 

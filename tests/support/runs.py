@@ -25,6 +25,7 @@ from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
+from tests.simulation import roles
 from tests.support import role_server
 from tests.support.batches import random_batch, send_batches
 from tests.support.command_line import in_full
@@ -143,6 +144,10 @@ class RealRun:
         if script:
             command[2:4] = ["-c", script]
         log = self.directory / f"{words[0]}-{len(self.processes)}.log"
+        if self.kafka.bootstrap_servers == roles.MODEL:
+            assert not script, "a script needs a process"
+            self.processes.append(roles.start(command, log))
+            return self.processes[-1]
         with log.open("wb") as out:
             where, environment = self.directory, self.environment()
             if forked and not script and role_server.can_fork(environment):

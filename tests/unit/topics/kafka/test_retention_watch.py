@@ -1,4 +1,4 @@
-"""RetentionWatch never waits for a broker; tests/broker/test_grouper_process.py changes the setting of a real topic."""
+"""RetentionWatch never waits for a broker; tests/model/test_grouper_process.py changes the setting of a real topic."""
 
 import math
 import socket

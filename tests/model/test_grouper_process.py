@@ -66,6 +66,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.kafka
 def test_a_transaction_whose_offsets_the_broker_does_not_tell_is_made_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
@@ -79,6 +80,7 @@ def test_a_transaction_whose_offsets_the_broker_does_not_tell_is_made_again(real
     assert process.wait(300) == 0
 
 
+@pytest.mark.kafka
 def test_records_that_a_seek_left_behind_are_read(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
@@ -88,6 +90,7 @@ def test_records_that_a_seek_left_behind_are_read(real_run: RealRun) -> None:
     assert run.log_of(process).count('"seek_repeated"') == 2
 
 
+@pytest.mark.kafka
 def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -> None:
     run = real_run
     run.grouping = type(run.grouping)(batch_rollouts=16, max_batch_age_s=1.0, group_deadline_s=1.0)
@@ -101,7 +104,6 @@ def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -
     )
 
 
-@pytest.mark.long
 def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_so(real_run: RealRun) -> None:
     """This happens if the broker ends a transaction that outlived its timeout just before the process must end."""
     run = real_run.prepare()
@@ -124,6 +126,7 @@ def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_
     assert ledger(run.kafka, run.name).problems == []
 
 
+@pytest.mark.kafka
 def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRun) -> None:
     run = real_run.prepare()
     # How often the client looks for partitions; by default every five minutes.
@@ -187,6 +190,7 @@ def test_the_marker_of_a_transaction_is_nothing_that_grouping_has_yet_to_read(re
         assert (flow.outstanding, flow.mine_unseen) == (1, 0)
 
 
+@pytest.mark.kafka
 def test_a_process_hears_of_a_retention_that_is_set_and_restored_while_it_runs(real_run: RealRun) -> None:
     run, port = real_run.prepare(), free_port("127.0.0.1")
     run.start("group", script=OFTEN, service__port=port, grouper__metrics_interval_s=0.1)

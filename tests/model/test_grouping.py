@@ -125,7 +125,6 @@ def records_of_mark(offset: int, time_ms: int, version: int):
     return InputRecord(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
 
 
-@pytest.mark.long  # In the short form, tests/faults kills two of them under load.
 def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun) -> None:
     seed = 20
     print(f"seed {seed}")
@@ -231,7 +230,6 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     assert ledger(real_run.kafka, real_run.name).balanced
 
 
-@pytest.mark.long
 def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
     real_run: RealRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,7 +304,6 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
     assert result.dead_lettered == 3
 
 
-@pytest.mark.long
 def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(real_run: RealRun) -> None:
     """The record limit is the smallest allowed; one record of so many drops would take more."""
     real_run.topics = type(real_run.topics)(partitions=1)
@@ -354,7 +351,7 @@ class PonderingMaker(FifoBatchMaker):
         super().add_rollout(rollout, group)
 
 
-@pytest.mark.long
+@pytest.mark.kafka
 def test_a_restore_longer_than_a_member_may_go_without_polling_keeps_its_partition(
     real_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,7 +428,6 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
     assert any("commit_seconds_max" in r.values for r in real_run.read("metrics") if isinstance(r, Metrics))
 
 
-@pytest.mark.long
 def test_grouping_goes_on_where_its_figures_cannot_be_written(real_run: RealRun) -> None:
     real_run.prepare()
     admin = clients.admin(real_run.kafka)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
-from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.lineage import policy_lineage
 from rollstream.pipeline.tools.run_view import RunView
@@ -19,27 +17,17 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from tests.support.batches import indexed_batches
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
 from tests.support.planted import GOOD, POISON, Planted, check, plant
 from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def tools_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    """A broker of this module's own, because the last test stops it."""
-    config = BrokerConfig(data_dir=tmp_path_factory.mktemp("tools"))
-    with LocalBroker.start(config=config, bound_to_parent=True) as broker:
-        yield broker
-
-
-@pytest.fixture(scope="module")
-def planted(tools_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    run = RealRun(
-        KafkaConfig(bootstrap_servers=tools_broker.bootstrap_servers), "planted", tmp_path_factory.mktemp("run")
-    )
+def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "planted", tmp_path_factory.mktemp("run"))
     try:
         yield plant(run)
     finally:
@@ -62,7 +50,6 @@ def answer(planted: Planted, *words: str) -> Any:
     return json.loads("\n".join(lines(planted, *words, "--json")))
 
 
-@pytest.mark.long
 def test_a_report_has_the_figures_of_the_commands(planted: Planted, tmp_path: Path) -> None:
     book = answer(planted, "ledger")
     assert lines(planted, "report", "-o", str(tmp_path / "report.html")) == [str(tmp_path / "report.html")]
@@ -108,6 +95,7 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     assert max(len(line) for line in text if not line.startswith("the lost rollouts")) <= 80
 
 
+@pytest.mark.kafka
 def test_the_ledger_follows_until_interrupted(planted: Planted) -> None:
     command = planted.run.command("ledger", "--json", "--watch", "0.1")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
@@ -163,7 +151,6 @@ def test_cat_filters_by_what_records_say(planted: Planted) -> None:
     assert len(records(planted, "rollouts", "--since", "-86400")) == len(records(planted, "rollouts"))
 
 
-@pytest.mark.long
 def test_cat_takes_the_flags_of_kcat(planted: Planted) -> None:
     whole = [r for r in records(planted, "rollouts") if r["partition"] == 1]
     assert records(planted, "rollouts", "-p", "1", "-o", "3", "-c", "2") == whole[3:5]
@@ -312,7 +299,6 @@ def test_lineage_of_a_policy_reads_all_batches_by_one_client(planted: Planted, m
 # ---------------------------------------------------------------------- verify
 
 
-@pytest.mark.long
 def test_verify_computes_all_some_the_last_or_a_sample_again(planted: Planted) -> None:
     count = len(planted.batches)
     assert answer(planted, "verify")["batches"] == count
@@ -479,7 +465,8 @@ def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, t
     assert answer(planted, "dlq", "redrive", "--fix", str(script)) == {"redriven": [], "left": {}}
     [listed] = answer(planted, "dlq", "ls")
     assert listed["redriven"]
-    [sent] = records(planted, "rollouts", "--uid", "mended-0")
+    # The end of its transaction may be visible later.
+    [sent] = eventually(lambda: records(planted, "rollouts", "--uid", "mended-0"), 60, "the letter, sent again")
     assert sent["headers"] == {"rollstream.redriven.from": letter["letter"]}
     book = ledger(planted.run.kafka, planted.run.name)
     assert book.balanced, book.problems
@@ -514,44 +501,3 @@ def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
     assert max(map(len, shown)) == 80
     assert any("group too small" in line for line in shown)
     assert any("version 6" in line and "step 1" in line for line in shown)
-
-
-@pytest.mark.long  # a planted lie says the same of a run over the model
-def test_one_flipped_bit_fails_its_batch_alone(planted: Planted, tools_broker: LocalBroker) -> None:
-    batch = planted.batches[3]
-    tools_broker.stop()
-    [segment] = tools_broker.data_dir.glob(f"**/{planted.run.topic('batches')}-{batch.partition}/*.log")
-    flip(segment, encode_key(batch.batch_id), batch.tokens.tobytes())
-    tools_broker.restart()
-    done = rollstream(planted, "verify", "--json")
-    assert done.returncode == 1, done.stderr
-    differences = json.loads(done.stdout)["differences"]
-    assert {line.split(":")[0] for line in differences} == {f"batch {batch.batch_id}"}
-    assert f"batch {batch.batch_id}: tokens differ from the refold" in differences
-    assert answer(planted, "verify", planted.batches[2].batch_id)["mismatches"] == 0
-    assert rollstream(planted, "verify", batch.batch_id).returncode == 1
-    assert rollstream(planted, "ledger").returncode == 0
-
-
-def flip(segment: Path, key: bytes, content: bytes) -> None:
-    """Flip one bit of a segment where `content` stands after `key`, and mend the checksum of its record batch.
-
-    Kafka sees nothing wrong then (record batch v2: length at byte 8, crc at 17, of what follows it)."""
-    data = bytearray(segment.read_bytes())
-    at = data.index(content, data.index(key))
-    data[at] ^= 1
-    start = 0
-    while (end := start + 12 + int.from_bytes(data[start + 8 : start + 12], "big")) <= at:
-        start = end
-    data[start + 17 : start + 21] = crc32c(bytes(data[start + 21 : end])).to_bytes(4, "big")
-    segment.write_bytes(data)
-
-
-def crc32c(data: bytes) -> int:
-    """Castagnoli's checksum, bit by bit."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
