@@ -15,7 +15,7 @@ from rollstream.topics.kafka.records import GroupPosition
 class OrdinalClaim:
     """The claim of one process on its ordinal."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, group: str, ordinal: int) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, group: str, ordinal: int | str) -> None:
         """`group` is the full name of the consumer group that the process is a member of."""
         self._kafka = kafka
         self._group = f"{group}.turn-{ordinal}"

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.weights.manifests import ROLLBACK_OF
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, RecordTooLarge, StateRefused
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end
@@ -99,6 +100,8 @@ class StepLog:
         self._retired = retired_learners(kafka, run)
         self._refuse_a_second(read_publications(kafka, run), take_over)
         self._transactional_id = transactional_id(run, "learner")
+        self._turn = OrdinalClaim(kafka, run, f"{run}.learner", "publisher")
+        self._turn.take()
         # With a logger, librdkafka reports to our log, not to stderr, that the producer was fenced.
         self._producer = TransactionalProducer(kafka, self._transactional_id, retry_for_s=_TIMEOUT_S, logger=logger)
         try:
@@ -133,8 +136,9 @@ class StepLog:
     def commit(self, records: Sequence[TopicRecord], headers: Mapping[str, str] | None = None) -> None:
         """Write records, each with these headers, in one transaction; repeat it if the broker aborts it.
 
-        Raises Fenced if another publisher of the run took over, AccessDenied for a missing permission, RecordTooLarge
-        for a record above the limit, and BrokerUnavailable if the transaction does not succeed in time.
+        Raises Fenced if another publisher of the run took over, Lapsed if the transaction outlived its timeout,
+        AccessDenied for a missing permission, RecordTooLarge for a record above the limit, and BrokerUnavailable if the
+        transaction does not succeed in time.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -163,11 +167,16 @@ class StepLog:
         if isinstance(failed, TransactionFailed) and failed.refused:
             return AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}")
         if isinstance(failed, TransactionFailed) and failed.fatal:
+            if self._turn.is_ours():
+                return Lapsed(
+                    f"a transaction of learner {self._learner!r} of run {self._run} outlived "
+                    f"kafka.transaction_timeout_s ({failed.reason}); start it again, and it continues from its "
+                    "checkpoint"
+                )
             return Fenced(
                 f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
-                f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this process "
-                f"stops. Start it again if it is the only publisher; otherwise give each learner a separate run, "
-                f"and set learner.input_run to share batches"
+                f"the run ({failed.reason}), so this process stops; give each learner a separate run, and set "
+                f"learner.input_run to share batches"
             )
         if isinstance(failed, TransactionFailed) and failed.too_large:
             return RecordTooLarge(

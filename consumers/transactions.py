@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, NoReturn, TypeVar
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError, Fenced, RollstreamError
+from rollstream.topics.errors import DeliveryError, Fenced, Lapsed, RollstreamError
 from rollstream.topics.fates import DETAIL_LIMIT, clip
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.reader import Poller, Reader
@@ -260,9 +260,14 @@ class ExactlyOnce(ABC, Generic[P]):
 
     def _raise_if_fatal(self, failed: TransactionFailed) -> None:
         if failed.decision is Decision.LEAVE:
+            if not self.has_rival:
+                raise Lapsed(
+                    f"a transaction of {self._id} outlived kafka.transaction_timeout_s, or a tool ended it "
+                    f"({failed.reason}); start this process again, and it continues from the committed state"
+                ) from failed
             raise Fenced(
-                f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
-                f"({failed.reason}); only one process may run under an ordinal, so this process stops"
+                f"transactional id {self._id} was taken over ({failed.reason}); only one process may run under an "
+                f"ordinal, so this process stops"
             ) from failed
         if failed.decision is Decision.RENEW:
             self._renew(failed.reason)

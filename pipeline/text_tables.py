@@ -4,6 +4,7 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
@@ -65,6 +66,14 @@ def bytes_text(size: int) -> str:
         return f"{size} B"
     power = min((len(str(size)) - 1) // 3, 4)
     return f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"
+
+
+def utc_time(seconds: float) -> str:
+    """Format a time since the Unix epoch: 2026-11-30 08:00:00 UTC."""
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S UTC}"
+    except (OverflowError, OSError, ValueError):  # a clock far off, or a damaged record
+        return "unknown"
 
 
 def _cell(value: object) -> str:

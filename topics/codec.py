@@ -61,6 +61,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.DrainRequest,
     records.MixtureWeight,
     records.PausedEnvironment,
+    records.RunSupervisor,
     records.RolloutBatch,
     records.TrajectoryRecord,
     records.ModelCall,

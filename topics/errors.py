@@ -52,9 +52,15 @@ class StateRefused(RollstreamError):
 
 
 class Fenced(RollstreamError):
-    """Another process took over this process's transactional id, or a transaction outlived its timeout."""
+    """Another process took this process's place, so that this one must not start again."""
 
     exit_code = 3
+
+
+class Lapsed(Fenced):
+    """A transaction outlived its timeout, and no other process has this one's place: the process may start again."""
+
+    exit_code = 2
 
 
 class DeadlineExceeded(RollstreamError):

@@ -26,6 +26,7 @@ from rollstream.topics.records import (
     EvaluationRequest,
     MixtureWeight,
     PausedEnvironment,
+    RunSupervisor,
     StopRequest,
 )
 
@@ -44,6 +45,8 @@ WANTED, DONE = "wanted", "done"
 EVALUATE = "evaluate"
 """First part of the key of a version to evaluate; the second is `NOW`."""
 NOW = "now"
+SUPERVISOR = "supervisor"
+"""First part of the key of a process that supervises the run; the second is its identity."""
 _AT_ONCE = 500
 
 
@@ -65,6 +68,8 @@ class DesiredState:
     """The request to end with nothing in flight under `WANTED`, and its answer under `DONE`."""
     evaluations: dict[str, EvaluationRequest] = field(default_factory=dict)
     """The version to evaluate, by kind."""
+    supervisors: dict[str, RunSupervisor] = field(default_factory=dict)
+    """Processes that supervise the run, or were killed while they did, by identity."""
 
     def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
         """Update the state from a record of `control`; other kinds of records change nothing."""
@@ -106,6 +111,11 @@ class DesiredState:
         return self.draining and self.drains.get(DONE) == self.drains[WANTED]
 
     @property
+    def supervisor(self) -> RunSupervisor | None:
+        """The process that supervises the run, unless it was killed; None if none does."""
+        return max(self.supervisors.values(), key=lambda record: record.rank, default=None)
+
+    @property
     def evaluation_request(self) -> EvaluationRequest | None:
         """The newest request to evaluate a version although it is not due."""
         return self.evaluations.get(NOW)
@@ -118,6 +128,7 @@ _KINDS: Mapping[str, tuple[str, type]] = {
     STOP: ("stops", StopRequest),
     DRAIN: ("drains", DrainRequest),
     EVALUATE: ("evaluations", EvaluationRequest),
+    SUPERVISOR: ("supervisors", RunSupervisor),
 }
 """Field of the state and type of its records, by the first part of a key."""
 

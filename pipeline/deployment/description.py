@@ -135,6 +135,7 @@ ROLES: tuple[RoleDescription, ...] = (
         extras=("learner",),
         # It loads the environments, because a row must hold their longest rollouts.
         secrets=("environments.",),
+        groups=("{run}.learner.turn-publisher",),
         transactional_ids=("{run}/learner",),
         keeps="learner.checkpoint.directory",
         finishes=True,

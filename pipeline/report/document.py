@@ -3,14 +3,13 @@
 import base64
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 from rollstream.pipeline.report.line_chart import COLOURS, Curve, chart, number_text
 from rollstream.pipeline.report.run_facts import RunFacts
-from rollstream.pipeline.text_tables import bytes_text, printable
+from rollstream.pipeline.text_tables import bytes_text, printable, utc_time
 
 _LONGEST_TEXT = 4000
 """Largest number of characters shown of a turn."""
@@ -293,9 +292,4 @@ def _text(text: str) -> str:
 
 
 def _moment(time_ms: float | None) -> str:
-    if time_ms is None:
-        return "unknown"
-    try:
-        return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+    return "unknown" if time_ms is None else utc_time(time_ms / 1000)

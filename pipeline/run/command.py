@@ -30,6 +30,7 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
+from rollstream.pipeline.run.run_lease import RunLease
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
@@ -54,10 +55,16 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream run`."""
     set_handler(parser, run, example="rollstream run run.toml", role=True)
     parser.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="supervise the run although it is supervised elsewhere; that `rollstream run` ends, with its processes",
+    )
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Run until SIGTERM (exit code 0), Ctrl-C (130), the end of the run's work (0) or a role that keeps failing (1)."""
+    """Run until SIGTERM (exit code 0), Ctrl-C (130), the end of the run's work (0), a role that keeps failing (1) or
+    another `rollstream run` that takes over (3)."""
     if not config.is_control:
         require_jax()
         plans.check_labeler(config)
@@ -75,8 +82,17 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
                 adoption_s=config.supervisor.adoption_s,
                 stop_timeout_s=config.supervisor.stop_timeout_s,
             ) as registry,
+            RunLease(
+                config.kafka,
+                config.run,
+                following,
+                directory=config.run_dir,
+                adoption_s=config.supervisor.adoption_s,
+                previous=registry.previous,
+                take_over=args.take_over,
+            ) as lease,
         ):
-            _supervise(config, interrupts, following, registry)
+            _supervise(config, interrupts, following, registry, lease)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
             raise
@@ -85,7 +101,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _supervise(
-    config: RunConfig, interrupts: Interrupts, following: SteeringFollower, registry: ProcessRegistry
+    config: RunConfig,
+    interrupts: Interrupts,
+    following: SteeringFollower,
+    registry: ProcessRegistry,
+    lease: RunLease,
 ) -> None:
     """Start or adopt every process, and watch them until the work is done."""
     # Processes that a previous supervisor started keep the configuration that it wrote for them.
@@ -102,6 +122,7 @@ def _supervise(
         place=ports.place,
         may_end=lambda kind: _may_end(kind, following.state),
         registry=registry,
+        check=lease.check,
     ) as supervisor:
         interrupts.kill_now = supervisor.kill_now
         roles = plans.plan(running, path)

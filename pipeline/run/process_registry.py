@@ -51,6 +51,8 @@ class ProcessRegistry(Closing):
         for leftover in directory.glob(EXIT_FILES):
             leftover.unlink(missing_ok=True)
         before = read(self.path)
+        self.previous = None if before is None else before.supervisor
+        """The supervisor that was killed while it owned the list."""
         running = {} if before is None else {n: p for n, p in before.processes.items() if is_running(p.process)}
         same = before is not None and before.configuration == configuration
         self.orphans = {name: entry for name, entry in running.items() if same and entry.ready}

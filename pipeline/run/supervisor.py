@@ -6,6 +6,7 @@ exits by itself is started again a bounded number of times, or without end if th
 """
 
 import logging
+import math
 import os
 import selectors
 import signal
@@ -14,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +22,7 @@ from typing import Self
 from rollstream.infra.process_identity import await_end
 from rollstream.pipeline import interruption
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
+from rollstream.pipeline.run.crash_loops import CrashLoop
 from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import (
@@ -34,7 +35,7 @@ from rollstream.pipeline.run.role_process import (
 )
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervised_role import SupervisedRole, Unstarted, cause_in, name_exit, put_aside
-from rollstream.topics.errors import DeadlineExceeded, RollstreamError
+from rollstream.topics.errors import DeadlineExceeded, Fenced, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.metric_values import VALUES
@@ -54,18 +55,6 @@ class RoleFailed(RollstreamError):
     exit_code = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrashLoop:
-    """The last exit of a role that exits again and again."""
-
-    exits: int
-    """Exits within the window."""
-    cause: str
-    """How it exited, and its last error or the end of its log."""
-    again_in_s: float
-    """Pause until it is started again."""
-
-
 class Supervisor:
     """Starts, watches and stops roles. Not thread-safe: one thread calls it, and calls `poll` often.
 
@@ -83,12 +72,14 @@ class Supervisor:
         place: Callable[[RoleSpec], RoleSpec] = lambda spec: spec,
         may_end: Callable[[str], bool] = lambda _kind: False,
         registry: ProcessRegistry | None = None,
+        check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_progress` is called with the name of a role and each progress line of its start. `place` adds to a role
         what depends on other processes of this machine, such as its port. `may_end` tells whether roles of a kind may
         exit with 0 now; a role that did so is started again once that is no longer allowed. Roles in `registry` that a
-        previous supervisor left are adopted instead of started, except optional roles.
+        previous supervisor left are adopted instead of started, except optional roles. `check` raises an error if this
+        supervisor must end.
 
         `clock` returns the time, in seconds, that decides when roles are late to become ready or due to be restarted.
         """
@@ -97,7 +88,7 @@ class Supervisor:
         self._environment = dict(environment)
         self._on_progress = on_progress
         self._place, self._may_end, self._registry = place, may_end, registry
-        self._clock = clock
+        self._check, self._clock = check, clock
         self._roles: dict[str, SupervisedRole] = {}
         self._loops: dict[str, CrashLoop] = {}
         self._restarts = 0
@@ -160,9 +151,10 @@ class Supervisor:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Handle what happens within `timeout_s`: readiness, exits, due restarts.
 
-        Raises RoleFailed if a role exited too often or before it was ever ready, or DeadlineExceeded if a role is not
-        ready in time.
+        Raises RoleFailed if a role exited too often or before it was ever ready, Fenced if another process took the
+        place of a role that the run needs, DeadlineExceeded if a role is not ready in time, and what `check` raises.
         """
+        self._check()
         self._read_readiness(timeout_s)
         beat("supervisor")
         self._serve_figures()
@@ -185,7 +177,8 @@ class Supervisor:
         return {
             name: loop
             for name, loop in self._loops.items()
-            if name in self._roles and now - self._roles[name].recent[-1] < self._roles[name].spec.window_s
+            if name in self._roles
+            and (loop.is_final or now - self._roles[name].recent[-1] < self._roles[name].spec.window_s)
         }
 
     def finished(self, name: str) -> bool:
@@ -411,6 +404,9 @@ class Supervisor:
             event(logger, "role_finished", role=spec.name)
             role.ready = role.ever_ready = True
             return
+        if code == Fenced.exit_code:
+            self._lose(role)
+            return
         self._start_later(
             role, now, f"exited with {name_exit(code)}", cause_in(role.log), "role_exited", exit_code=code
         )
@@ -435,6 +431,14 @@ class Supervisor:
             self._loops[spec.name] = CrashLoop(exits=len(before) + 1, cause=failure, again_in_s=pause_s)
         event(logger, name, level=logging.WARNING, role=spec.name, restart_in_s=pause_s, **fields)
         role.recent, role.restart_at = (*before, now), now + pause_s
+
+    def _lose(self, role: SupervisedRole) -> None:
+        """Leave a role to the process that took its place: started again, each would fence the other without end."""
+        problem = f"gave way to another process in its place: {cause_in(role.log)}"
+        if not self._is_spared(role):
+            raise Fenced(f"role {role.spec.name} {problem}; end that process before you start `rollstream run` again")
+        self._loops[role.spec.name] = CrashLoop(exits=1, cause=problem, again_in_s=math.inf)
+        self._give_up(role, problem)
 
     def _is_spared(self, role: SupervisedRole) -> bool:
         """Whether the other roles go on without a role: it is expendable, or another role of its kind does its work."""

@@ -14,8 +14,9 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused
+from rollstream.topics.errors import ConfigurationError, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.keys import decode_key
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from tests.support.batches import random_batch, send_batches
@@ -123,8 +124,13 @@ def test_a_run_has_one_publisher_whoever_trains(run: RealRun) -> None:
         reads = reads_of(run, one.position, 1)
         with StepWriter(run.kafka, run.name, learner="other", take_over=True) as other:
             assert other.publish_version(params(1.0)) == 1
-            with pytest.raises(Fenced, match="was taken over"):
+            with pytest.raises(Fenced, match="was taken over") as fenced:
                 one.record(reads, params(2.0))
+            assert fenced.value.exit_code == 3
+            fence(run.kafka, transactional_id(run.name, "learner"))
+            with pytest.raises(Lapsed, match="outlived kafka") as lapsed:
+                other.publish_version(params(3.0))
+            assert lapsed.value.exit_code == 2
     assert steps_of(run) == [], "what was fenced left nothing"
     assert [m.version for m in manifests_of(run)] == [0, 1]
 

@@ -28,6 +28,7 @@ from rollstream.topics.records.control import (
     PausedEnvironment,
     PausedPartition,
     RetiredLearner,
+    RunSupervisor,
     SkippedOffset,
     StopRequest,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "Rollout",
     "RolloutBatch",
     "RolloutMetadata",
+    "RunSupervisor",
     "SamplingParams",
     "SessionEvent",
     "SkippedOffset",

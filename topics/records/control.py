@@ -1,5 +1,5 @@
 """Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired and forked learners,
-states of workers, requests of operators, and metrics."""
+states of workers, requests of operators, who supervises a run, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -144,3 +144,26 @@ class EvaluationRequest:
 
     version: int
     wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSupervisor:
+    """A `rollstream run` that supervises a run; it writes this every few seconds, and a tombstone at its end."""
+
+    supervisor: str
+    """Identity of its process."""
+    epoch: int
+    """One more than the highest epoch before it; the record of the highest epoch is valid."""
+    host: str
+    pid: int
+    directory: str
+    """Folder of the run's files on its machine."""
+    began: float
+    lease_s: float
+    """Time without a further record after which another process may supervise the run."""
+    wall_time: float = 0.0
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Key by which the valid record is the greatest."""
+        return self.epoch, self.supervisor

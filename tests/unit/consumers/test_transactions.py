@@ -7,10 +7,11 @@ import pytest
 from rollstream.consumers import transactions
 from rollstream.consumers.transactions import ExactlyOnce
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError, Fenced
+from rollstream.topics.errors import DeliveryError, Fenced, Lapsed
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.kafka.transactions import Transaction
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
@@ -62,6 +63,24 @@ def test_a_process_that_was_paused_leaves_its_ordinal_to_the_one_that_replaced_i
 
     with pytest.raises(Fenced, match="commit_transaction did not return, and another process has since started as"):
         world.result_of(work)
+
+
+@pytest.mark.parametrize(("rival", "ends", "code"), [(False, "outlived kafka", 2), (True, "was taken over", 3)])
+def test_a_fenced_process_may_start_again_unless_another_has_its_place(
+    world: World, rival: bool, ends: str, code: int
+) -> None:
+    def work() -> None:
+        writer = writer_of(Writer)
+        writer.start()
+        if rival:
+            writer_of(Writer).start()
+        else:
+            fence(KAFKA, transactional_id(RUN, "grouper", 0))
+        writer.publish([None])
+
+    with pytest.raises(Fenced, match=ends) as fenced:
+        world.result_of(work)
+    assert (fenced.value.exit_code, isinstance(fenced.value, Lapsed)) == (code, not rival)
 
 
 def test_a_claim_that_expired_is_no_claim_of_another_process(world: World) -> None:

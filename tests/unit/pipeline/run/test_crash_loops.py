@@ -1,7 +1,8 @@
 """A role that exits again and again is reported once for each cause, and so is the end of the loop."""
 
-from rollstream.pipeline.run.crash_loops import LoopWatch
-from rollstream.pipeline.run.supervisor import CrashLoop
+import math
+
+from rollstream.pipeline.run.crash_loops import CrashLoop, LoopWatch
 
 
 def loop(cause: str, exits: int = 4) -> CrashLoop:
@@ -18,3 +19,9 @@ def test_a_loop_is_told_once_for_each_cause_and_so_is_its_end() -> None:
     assert len(watch.look({"env-1": loop("exited with signal SIGKILL")})) == 1
     assert watch.look({}) == ["role env-1 has recovered"]
     assert watch.look({}) == []
+
+
+def test_a_role_that_gave_way_to_another_process_is_said_not_to_be_started_again() -> None:
+    fenced = CrashLoop(exits=1, cause="gave way to another process", again_in_s=math.inf)
+    (line,) = LoopWatch("main").look({"group-1": fenced})
+    assert line.endswith("continues without this role, which is not started again")

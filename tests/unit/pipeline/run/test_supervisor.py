@@ -18,7 +18,7 @@ from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progre
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervised_role import LOG_BYTES
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
-from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.errors import DeadlineExceeded, Fenced
 from rollstream.topics.logs import JsonFormatter
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metric_values import VALUES
@@ -140,6 +140,42 @@ def test_a_role_whose_work_another_does_is_started_again_every_minute_and_the_ot
         assert (loop.exits, loop.again_in_s) == (2, 60.0)
         assert "exited with code 2 (2 times): no room on the disk" in loop.cause
         assert list(supervisor.pids) == ["a-0"]
+
+
+def test_a_role_that_another_process_fenced_is_not_started_again(supervisor: Supervisor) -> None:
+    fenced = PRELUDE + "announce_ready(); time.sleep(0.2); os._exit(3)"
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT, shares_work=True), role("a-1", fenced, backoff_s=0.01, shares_work=True))
+        supervisor.wait_ready(["a-0", "a-1"])
+        poll_until(supervisor, lambda: bool(supervisor.failure("a-1")), "the end of a role whose work another does")
+        supervisor.poll(0.1)
+        assert list(supervisor.pids) == ["a-0"]
+        assert supervisor.crash_loops["a-1"].is_final
+        supervisor.start(role("b-0", fenced, backoff_s=0.01))
+        with pytest.raises(Fenced, match=r"role b-0 gave way to another process in its place: .*end that process"):
+            await_finished(supervisor, "b-0")
+
+
+def test_a_supervisor_that_must_end_ends_with_its_roles(tmp_path: Path) -> None:
+    taken: list[Fenced] = []
+
+    def check() -> None:
+        for error in taken:
+            raise error
+
+    def supervise() -> None:
+        with Supervisor(tmp_path / "logs", environment={**os.environ, "PYTHONPATH": str(ROOT)}, check=check) as ending:
+            ending.start(role("a-0", OBEDIENT))
+            ending.wait_ready(["a-0"])
+            pids.extend(ending.pids.values())
+            taken.append(Fenced("taken over"))
+            ending.poll()
+
+    pids: list[int] = []
+    with pytest.raises(Fenced, match="taken over"):
+        supervise()
+    assert len(pids) == 1
+    assert all(map(gone, pids))
 
 
 def test_a_role_that_was_added_and_never_becomes_ready_ends_nothing(supervisor: Supervisor) -> None:
