@@ -23,6 +23,7 @@ OUTSIDE = Process("outside")
 """The process of whoever is no actor, such as a test."""
 _DEFAULTS = {
     "cleanup.policy": "delete",
+    "file.delete.delay.ms": "60000",
     "max.message.bytes": "1048588",
     "message.timestamp.type": "CreateTime",
     "retention.bytes": "-1",

@@ -64,7 +64,9 @@ class ModelMessage:
         return self._entry.value if self._entry else None
 
     def headers(self) -> Headers | None:
-        return self._entry.headers if self._entry and self._entry.headers else None
+        if not (self._entry and self._entry.headers):
+            return None
+        return [(name if isinstance(name, str) else name.decode(), value) for name, value in self._entry.headers]
 
     def leader_epoch(self) -> int:
         return 0

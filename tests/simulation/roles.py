@@ -19,6 +19,7 @@ from rollstream.pipeline.audit import verification
 from rollstream.pipeline.run import role_process
 from rollstream.pipeline.tools import replay, rescore
 from rollstream.topics import logs
+from tests.simulation.cluster import Cluster
 from tests.simulation.installation import World
 from tests.simulation.scheduler import Crashed, Process
 
@@ -155,3 +156,8 @@ def _role(world: World) -> ModelledRole | None:
 def start(command: Sequence[str], log: Path) -> ModelledRole:
     """Start `[python, -P, -m, rollstream, *words]` with its output in a file."""
     return ModelledRole(_worlds[-1], command, log)
+
+
+def cluster() -> Cluster:
+    """The model's cluster, for what no client can do."""
+    return _worlds[-1].cluster

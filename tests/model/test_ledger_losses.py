@@ -138,7 +138,7 @@ def test_index_entries_deleted_are_named_and_a_reader_of_the_beginning_is_refuse
     assert read.entry.batch_id == "0-11"
 
 
-@pytest.mark.long
+@pytest.mark.kafka
 def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) -> None:
     with LocalBroker.start(config=BrokerConfig(data_dir=tmp_path / "broker"), bound_to_parent=True) as broker:
         run = RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), "cut", tmp_path)
@@ -185,7 +185,6 @@ def cut_off(segment: Path, offset: int) -> int:
         pytest.param(("rollouts",), marks=pytest.mark.long),
     ],
 )
-@pytest.mark.long
 def test_what_an_open_transaction_hides_is_undecided(
     broker: str, run_name: str, tmp_path: Path, topics: tuple[str, ...]
 ) -> None:

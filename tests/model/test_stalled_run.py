@@ -4,8 +4,6 @@ import json
 import time
 from typing import Any
 
-import pytest
-
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep, Metrics
@@ -34,7 +32,6 @@ def stage(run: RealRun) -> str:
     return str(shown(run, SOON)["stalled_stage"])
 
 
-@pytest.mark.long
 def test_the_stage_is_that_which_has_input_and_gives_nothing_on(real_run: RealRun) -> None:
     run = real_run.prepare()
     step = LearnerStep(

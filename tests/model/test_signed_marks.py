@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from confluent_kafka import Producer
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
@@ -67,6 +68,7 @@ def batched(run: RealRun) -> list[str]:
     return [uid for batch in run.read("batches") for uid in batch.uids]  # type: ignore[attr-defined]
 
 
+@pytest.mark.kafka
 def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obeyed(real_run: RealRun) -> None:
     run = real_run
     grouping_key, environment_key = (new_key(run.directory, name) for name in ("grouping.pem", "env.pem"))

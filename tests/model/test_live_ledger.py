@@ -87,7 +87,7 @@ class Stored:
             return reader.begun_anew, book
 
 
-@pytest.mark.long
+@pytest.mark.kafka
 def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun, tmp_path: Path) -> None:
     process = run.start("group")
     send(run, "a", 4)
@@ -132,7 +132,6 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert book["batched"] == 0
 
 
-@pytest.mark.long
 def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRun) -> None:
     follower = run.start("ledger", "--follow", "0.2")
     groupers = [run.start("group", "--ordinal=0"), run.start("group", "--ordinal=1")]
@@ -165,7 +164,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
     assert book.selection["env"].lost.rollouts == 3 * len(list(indexed_batches(run.kafka, run.name)))
 
 
-@pytest.mark.long  # planted lies compare a ledger that reads on
+@pytest.mark.kafka
 def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
     process = run.start("group")
     send(run, "a", 2)

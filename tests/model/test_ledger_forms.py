@@ -20,7 +20,7 @@ from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.keys import encode_key
 from tests.broker.test_gateway import complete
-from tests.broker.test_live_ledger import learn
+from tests.model.test_live_ledger import learn
 from tests.support.command_line import answer_of
 from tests.support.gateways import gateway
 from tests.support.ledgers import plain
@@ -92,7 +92,7 @@ def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
     made.stop()
 
 
-@pytest.mark.long
+@pytest.mark.kafka
 def test_readings_agree_over_exclusions_sessions_and_retirement(run: RealRun) -> None:
     readers = Readers.of(run)
     readers.agree()
@@ -170,7 +170,6 @@ def fix(value, key, headers):
 """
 
 
-@pytest.mark.long
 def test_readings_agree_over_letters_of_rollouts_sent_again(run: RealRun) -> None:
     readers = Readers.of(run)
     grouping = run.start("group")
@@ -193,7 +192,6 @@ def test_readings_agree_over_letters_of_rollouts_sent_again(run: RealRun) -> Non
     readers.await_book(batched=12, dead_lettered=5, unread=0)
 
 
-@pytest.mark.long
 def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> None:
     run = for_trajectories(real_run)
     run.prepare()

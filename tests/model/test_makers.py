@@ -69,7 +69,6 @@ def test_a_run_is_grouped_with_an_estimator_of_the_user_s_and_is_verified_with_i
         verify(real_run.kafka, real_run.name)
 
 
-@pytest.mark.long
 def test_a_reservoir_loses_and_repeats_nothing_when_its_process_is_killed_between_parts_of_groups(
     real_run: RealRun,
 ) -> None:

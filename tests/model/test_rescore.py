@@ -172,7 +172,7 @@ def advantages(batch: TrainingBatch, rewards: np.ndarray) -> np.ndarray:
     return values
 
 
-@pytest.mark.long
+@pytest.mark.kafka
 def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_without_them(trained: TrainedRun) -> None:
     run = trained
     rollouts = {place: r for place, r in run.records("rollouts") if isinstance(r, Rollout)}
@@ -433,6 +433,7 @@ def test_rollouts_that_arrive_after_the_scoring_are_not_taken_for_right(real_run
     assert (errors.rollouts, errors.wrong, errors.unknown) == (64, 32, 32)
 
 
+@pytest.mark.kafka
 def test_rewards_are_used_once_no_other_transaction_hides_them(
     real_run: RealRun, caplog: pytest.LogCaptureFixture
 ) -> None:
