@@ -16,6 +16,8 @@ from tests.support.access_trials import Trial, Trials
 from tests.support.command_line import answer_of
 from tests.support.secured_broker import SecuredBroker, secured_broker
 
+pytestmark = pytest.mark.long  # a broker with an authorizer of its own; the short form has that of test_doctor
+
 RUN, NEIGHBOURS = "exp", ("exp.b", "exp-lr")
 IMPLIED = {"Describe": {"Read", "Write", "Delete", "Alter"}, "DescribeConfigs": {"AlterConfigs"}}
 """Operations that imply another (Kafka's AclAuthorizer)."""
@@ -101,7 +103,7 @@ def test_without_an_authorizer_and_without_the_right_the_command_says_so(
 @pytest.mark.parametrize(
     # Each user takes seven seconds; the role that runs code of environments is tried in every run of the tests.
     "user",
-    [pytest.param(user, marks=() if user == "env" else pytest.mark.long) for user in USERS],
+    USERS,
 )
 def test_a_user_may_do_what_its_rules_say_and_nothing_else(
     prepared: SecuredBroker, user: str, capsys: pytest.CaptureFixture[str]

@@ -53,7 +53,7 @@ def faults(findings: list[dict[str, Any]]) -> list[str]:
     return [finding["text"] for finding in findings if finding["level"] == "fault"]
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [pytest.param(r, marks=() if r == "group" else pytest.mark.long) for r in ROLES])
 def test_a_user_with_its_own_rules_has_no_fault(secured: SecuredBroker, tmp_path: Path, role: str) -> None:
     code, findings = examined(secured, tmp_path, role, role)
     assert (code, faults(findings)) == (0, [])

@@ -33,6 +33,8 @@ from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 from tests.unit.producers.inference.chat.test_templates import QWEN
 
+pytestmark = pytest.mark.long  # a server that compiles for a minute; the short form has that of the museum
+
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
 
@@ -87,7 +89,6 @@ def client(run: RealRun) -> Iterator[openai.OpenAI]:
         yield asks
 
 
-@pytest.mark.long
 def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
     client: openai.OpenAI, tokenizer: TokenizerFile
 ) -> None:
@@ -131,7 +132,6 @@ def test_the_models_card_has_what_clients_ask_it_for(client: openai.OpenAI) -> N
     assert refused.value.code == "context_length_exceeded"
 
 
-@pytest.mark.long
 def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
     process, url = started(run, inference__drain_timeout_s=60)
     with (
@@ -150,7 +150,6 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
     assert all(len(answer.choices) == 2 for answer in answers)
 
 
-@pytest.mark.long
 def test_a_server_that_splits_the_model_over_devices_answers_as_one_device_does_before_and_after_a_swap(
     run: RealRun, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

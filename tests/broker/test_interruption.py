@@ -72,7 +72,9 @@ SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)
 
 
 @pytest.mark.parametrize("count", moments(1))
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    "tool", [pytest.param(t, marks=() if t in ("ledger", "archive") else pytest.mark.long) for t in TOOLS]
+)
 def test_a_tool_ends_at_once(recorded: RealRun, tmp_path: Path, tool: str, count: int) -> None:
     words, most_s = TOOLS[tool]
     assert_ends_at_once(recorded.command(*words), tmp_path, count, most_s, SEED)

@@ -33,6 +33,8 @@ from tests.support.runs import rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long  # a broker with users of its own; the short form has that of test_doctor
+
 RUN = "guarded"
 PLAIN = ("env", "gateway", "infer", "eval", "label", "collect")
 """Roles that write outside transactions."""

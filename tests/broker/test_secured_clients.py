@@ -12,6 +12,8 @@ from tests.support.certificates import Authority
 from tests.support.command_line import answer_of
 from tests.support.secured_broker import SecuredBroker, secured_broker
 
+pytestmark = pytest.mark.long  # a broker with users of its own; the short form has that of test_doctor
+
 RUN = "secured"
 ASK = ("topics", "describe")
 """The command that is given the shortest way to the brokers."""
@@ -161,7 +163,6 @@ COMMANDS = (
 """Commands that speak to Kafka, one of each kind."""
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", ["a wrong password", "another authority", "an expired certificate", "plaintext to TLS"]
 )

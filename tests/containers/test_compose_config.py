@@ -4,10 +4,13 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.containers.engine import docker_compose
 from tests.support.command_line import answer_of
 
 
+@pytest.mark.long  # installs Debian's docker-compose
 def test_compose_takes_the_file_of_a_run_with_all_its_services(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('task = "add"\n[gateway]\nport = 8100\n[inference]\nreplicas = 2\n')
     flags = ["--code", str(tmp_path), "--brokers", "3", "--set", "worker.model=a$b\"c'd"]
