@@ -18,10 +18,16 @@ from rollstream.topics.validation import decode_journal
 def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
     """Yield the committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
     topic = topic_name(run, "rollouts")
-    for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
-        if committed.offset < 0:
-            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
-        yield committed
+    positions = committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic))
+    lacking = [committed.partition for committed in positions if committed.offset < 0]
+    if len(lacking) == len(positions):
+        raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+    if lacking:
+        raise StateRefused(
+            f"{topic}[{lacking[0]}] has no grouping state; if the partition was added after the run began, `rollstream "
+            "fork` the run, else `rollstream role group recover`"
+        )
+    yield from positions
 
 
 def committed_tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:

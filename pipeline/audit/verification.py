@@ -102,7 +102,7 @@ def verify(
     Raises StateRefused if a newer core version cut the log, TopicError if a requested batch is not in the index.
     """
     clients.check_broker(kafka)
-    partitions = range(topic_admin.partitions_of(kafka, topic_name(run, "rollouts")))
+    partitions = range(topic_admin.partitions_of(kafka, topic_name(run, "journal")))
     result = Verification()
     index = index_of(kafka, run, result.skipped)
     unknown = sorted(set(only or ()) - index.keys())

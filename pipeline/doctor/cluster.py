@@ -5,7 +5,8 @@ from importlib.metadata import version
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.errors import ConfigurationError, RollstreamError, TopicError
 from rollstream.topics.kafka import granted, provisioning
 
 _OLDEST_BROKER = (4, 0)
@@ -37,6 +38,10 @@ def check_topics(config: RunConfig, flags: str = "") -> Iterator[Finding]:
     """
     try:
         plans = provisioning.plan(config.kafka, config.topics, config.run)
+    except TopicError as error:  # a number of partitions
+        added = list(_check_partitions(config, flags))
+        yield from added or [Finding(check="topics", level="fault", text=str(error), remedy="set topics.partitions")]
+        return
     except RollstreamError as error:
         yield Finding(
             check="topics",
@@ -61,3 +66,21 @@ def check_topics(config: RunConfig, flags: str = "") -> Iterator[Finding]:
             )
     if not differing and not any(plan.replicas for plan in plans):
         yield Finding(check="topics", level="ok", text=f"{len(plans)} topics match the catalogue")
+
+
+def _check_partitions(config: RunConfig, flags: str) -> Iterator[Finding]:
+    """Yield a finding for each topic to which partitions were added: those of a run have as many as its journal."""
+    there = {
+        description.topic: description.partitions for description in provisioning.describe(config.kafka, config.run)
+    }
+    right = there.get(topic_name(config.run, "journal"), config.topics.partitions)
+    for topic in (topic_name(config.run, spec.name) for spec in CATALOGUE if spec.partitions == "P"):
+        if there.get(topic, right) != right:
+            yield Finding(
+                check="topics",
+                level="fault",
+                text=f"topic {topic} has {there[topic]} partitions, and the journal {right}: keys have moved, and "
+                "nothing groups what lies in the others",
+                remedy=f"brokers cannot remove partitions, so rollstream fork{flags} --into NAME --partitions "
+                f"{there[topic]}",
+            )

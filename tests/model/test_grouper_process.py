@@ -9,11 +9,15 @@ from confluent_kafka.admin import NewPartitions
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.infra.ports import free_port
+from rollstream.pipeline.audit.committed_tasks import committed_positions
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.config import load
+from rollstream.pipeline.doctor.cluster import check_topics
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import FlowControl
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
+from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.keys import encode_key
@@ -59,9 +63,9 @@ sys.exit(main(sys.argv[1:]))
 
 OFTEN = """
 import sys
-from rollstream.topics.kafka import retention_watch
+from rollstream.topics.kafka import topic_watch
 from rollstream.pipeline.cli import main
-retention_watch.EVERY_S = 0.2
+topic_watch.EVERY_S = 0.2
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -126,13 +130,12 @@ def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_
     assert ledger(run.kafka, run.name).problems == []
 
 
-@pytest.mark.kafka
-def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRun) -> None:
+def test_partitions_that_were_added_are_refused_by_grouping_and_named_by_ledger_and_doctor(real_run: RealRun) -> None:
     run = real_run.prepare()
-    # How often the client looks for partitions; by default every five minutes.
-    process = run.start("group", **{"kafka__client.topic.metadata.refresh.interval.ms": 500})
+    process = run.start("group")
     eventually(lambda: run.log_of(process).count('"task_restored"') == 2, 60, "the process groups")
     topic = run.topic("rollouts")
+    assert ledger(run.kafka, run.name).balanced
     admin = clients.admin(run.kafka)
     admin.create_partitions([NewPartitions(topic, 3)])[topic].result(300)
     assert process.wait(300) == 2
@@ -144,6 +147,24 @@ def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRu
     again = run.start("group")
     assert again.wait(300) == 2
     assert "start a run of another name" in run.log_of(again)
+    run.send_bytes("rollouts", b"nobody reads this", b"key", 2)
+    book = ledger(run.kafka, run.name)
+    assert not book.balanced
+    [problem] = book.problems
+    assert problem.startswith("rollouts[2] was added after the run began, so no process ever reads its offsets 0 to 1;")
+    config = load(
+        flags=(f"run={run.name}", f"kafka.bootstrap_servers={run.kafka.bootstrap_servers}", "topics.partitions=2")
+    )
+    [fault] = check_topics(config, " --run main")
+    assert (fault.level, fault.remedy.partition(", so ")[2]) == (
+        "fault",
+        "rollstream fork --run main --into NAME --partitions 3",
+    )
+    assert fault.text.startswith(f"topic {topic} has 3 partitions, and the journal 2: keys have moved")
+    with pytest.raises(StateRefused, match=r"rollouts\[2\] has no grouping state; if the partition was added"):
+        list(committed_positions(run.kafka, run.name, run.grouper))
+    [other] = check_topics(replace(config, topics=replace(config.topics, weights_partitions=7)))
+    assert (other.level, "the configuration says 7" in other.text) == ("fault", False)
 
 
 def test_settings_that_differ_from_those_in_the_log_are_named_and_those_in_the_log_are_in_force(

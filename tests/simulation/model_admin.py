@@ -55,6 +55,7 @@ class Description(NamedTuple):
     """A topic with its id."""
 
     topic_id: str
+    partitions: tuple[int, ...] = ()
 
 
 class Setting(NamedTuple):
@@ -162,7 +163,7 @@ class ModelAdmin:
 
     def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
         return {
-            name: _done(Description(self._cluster.topic_ids[name]))
+            name: _done(Description(self._cluster.topic_ids[name], tuple(range(len(self._cluster.topics[name])))))
             if name in self._cluster.topics
             else _refused(KafkaError.UNKNOWN_TOPIC_OR_PART)
             for name in topics.topic_names

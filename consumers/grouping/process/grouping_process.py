@@ -31,8 +31,8 @@ from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
-from rollstream.topics.kafka.retention_watch import RetentionWatch
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.topic_watch import TopicWatch
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.paused_partitions import PauseWatch
@@ -101,7 +101,7 @@ class GroupingProcess:
             self._topic,
             grouper.metrics_interval_s,
         )
-        self._retention = RetentionWatch(kafka, self._topic)
+        self._topic_watch = TopicWatch(kafka, self._topic)
         self._committer = Committer(run, self._group, self._publisher, self._figures)
         self._manager = self._new_manager()
         self._on_ready: Callable[[], None] | None = on_ready
@@ -115,6 +115,8 @@ class GroupingProcess:
             while not stop.is_set():
                 beat("grouping")
                 self._pauses.poll()
+                self._topic_watch.poll()
+                self._restorer.check_partitions(self._topic_watch.partitions)
                 self._manager.pause(self._pauses.paused)
                 polled = self._poll()
                 if self._manager.restore():
@@ -175,7 +177,7 @@ class GroupingProcess:
         folds = (task.fold for task in self._manager.tasks.values())
         ignored = len(self._punctuator.ignored_settings)
         more = {"records_skipped_total": self._skipped.total, "settings_ignored": ignored}
-        retention_s = self._retention.newest_s()
+        retention_s = self._topic_watch.retention_s
         self._figures.write(folds, lags, self._restorer.progress, more, paused=paused, retention_s=retention_s)
 
     # ------------------------------------------------------------------ membership

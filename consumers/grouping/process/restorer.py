@@ -66,13 +66,13 @@ class Restorer:
             self._reader.close()
             self._reader = None
 
-    def check_partitions(self) -> None:
-        """Raise StateRefused if a partition was added to the topic since the process started."""
-        if max(self.waiting) >= self._partitions:
+    def check_partitions(self, partitions: int) -> None:
+        """Raise StateRefused if the topic has more partitions than when the process started."""
+        if partitions > self._partitions:
             raise StateRefused(
-                f"{self._topic} has {topic_admin.partitions_of(self._kafka, self._topic)} partitions, but had "
-                f"{self._partitions} when this process started; keys have moved, and the new partitions have no "
-                f"journal: start a run of another name"
+                f"{self._topic} has {partitions} partitions, but had {self._partitions} when this process started; "
+                f"keys have moved, and the new partitions have no journal: `rollstream fork` the run into another with "
+                f"more partitions, or start a run of another name"
             )
 
     def begin(self) -> None:

@@ -164,7 +164,7 @@ class TaskManager:
         return bool(self._tasks)
 
     def _begin_restoring(self) -> None:
-        self._restorer.check_partitions()
+        self._restorer.check_partitions(max(self._restorer.waiting) + 1)
         try:
             self._committer.settle()
         except OwnershipLost as error:

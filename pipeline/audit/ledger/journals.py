@@ -35,6 +35,13 @@ class Journals:
         self.tail.restore(state["tail"])
         self.of = {journal["number"]: PartitionJournal.of(journal) for journal in state["of"]}
 
+    @property
+    def added(self) -> list[int]:
+        """Partitions that were added after the run began: each partition of a run begins with a journal."""
+        if not any(journal.sequence >= 0 for journal in self.of.values()):
+            return []
+        return [number for number, journal in self.of.items() if journal.sequence < 0 and not journal.hidden]
+
     def begin_anew(self, tail: TopicTail) -> None:
         """Read all journals again with another tail, because some of their records were deleted."""
         self.tail, self._again = tail, True

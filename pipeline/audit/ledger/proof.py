@@ -156,6 +156,12 @@ class Books:
         begins = {p: begin for p, (begin, _end) in bounds["rollouts"].items()}
         journals = self._journals.of
         self._journals.read(kafka, self._cut(len(journals)), group, hidden, result)
+        for partition in self._journals.added:
+            first, end = bounds["rollouts"].get(partition, (0, 0))
+            result.problem(
+                f"rollouts[{partition}] was added after the run began, so no process ever reads its offsets {first} to "
+                f"{end}; `rollstream fork` the run into another with more partitions"
+            )
         evals = self._evaluations.read(result)
         read_before = {batch_id for batch_id in named if self._batches.rows(batch_id) is not None}
         undecided = self._batches.read(journals, evals, self._learners.untrained, hidden, result)

@@ -5,6 +5,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,19 @@ def use(run: RecordedRun, offset: int, **fields: object) -> None:
     run.change("steps", offset, uses=(replace(used, **fields),))
 
 
+def added(run: RecordedRun) -> None:
+    """Add a partition to the rollouts, and write a record there."""
+    run.cluster.topics[f"{RUN}.rollouts"].append(deepcopy(run.log("rollouts")))
+
+
 LIES: dict[str, Planted] = {
+    "a partition was added": Planted(
+        added,
+        ledger=(
+            "rollouts[1] was added after the run began, so no process ever reads its offsets 0 to 20; "
+            "`rollstream fork` the run into another with more partitions",
+        ),
+    ),
     # ------------------------------------------------------------ batches
     "a batch is missing": Planted(
         lambda run: run.remove("batches", BATCH),

@@ -1,10 +1,10 @@
-"""RetentionWatch never waits for a broker; tests/model/test_grouper_process.py changes the setting of a real topic."""
+"""TopicWatch never waits for a broker; tests/model/test_grouper_process.py changes the setting of a real topic."""
 
 import math
 import socket
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.retention_watch import EVERY_S, RetentionWatch
+from rollstream.topics.kafka.topic_watch import EVERY_S, TopicWatch
 from tests.support.waiting import eventually
 
 
@@ -12,14 +12,15 @@ def test_a_broker_that_never_answers_delays_nothing_and_is_asked_again_once_the_
     now_s = 0.0
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
-        watch = RetentionWatch(KafkaConfig(bootstrap_servers=f"{host}:{port}"), "r.rollouts", lambda: now_s)
+        watch = TopicWatch(KafkaConfig(bootstrap_servers=f"{host}:{port}"), "r.rollouts", lambda: now_s)
         silent.setblocking(False)
-        assert watch.newest_s() == math.inf
+        watch.poll()
         connection, _address = eventually(lambda: accepted(silent), 30, "the first request to begin")
         with connection:
             for _ in range(3):
                 now_s += EVERY_S
-                assert watch.newest_s() == math.inf
+                watch.poll()
+            assert (watch.retention_s, watch.partitions) == (math.inf, 0)
 
 
 def accepted(server: socket.socket) -> tuple[socket.socket, object] | None:
