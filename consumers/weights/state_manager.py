@@ -41,6 +41,28 @@ class PolicyStates(Protocol):
         """Return the newest state once its version is at least `version_at_least`. Raises DeadlineExceeded."""
 
 
+class StateFollower:
+    """Gets each new state once, for an actor that holds no version of its own. One thread may use it."""
+
+    def __init__(self, states: PolicyStates) -> None:
+        self._states = states
+        self.controller_version = -1
+        """Version of the state that was received last, -1 before the first."""
+
+    @property
+    def trainer_version(self) -> int:
+        """Version of the newest state, -1 before the first."""
+        state = self._states.get_state()
+        return -1 if state is None else state[0]
+
+    def get_state(self) -> State | None:
+        """Return the newest state if it was not received yet."""
+        state = self._states.get_state(self.controller_version)
+        if state is not None:
+            self.controller_version = state[0]
+        return state
+
+
 class LocalStateManager:
     """A state manager within one process; any thread may update and get."""
 

@@ -24,7 +24,7 @@ from .consumers.learner.training.objective import LossRecipe, OptimizerConfig, T
 from .consumers.models.huggingface import checkpoint_model
 from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
-from .consumers.weights.state_manager import LocalStateManager, StateManager
+from .consumers.weights.state_manager import LocalStateManager, StateFollower, StateManager
 from .pipeline.config import RunConfig
 from .producers.environment import (
     AgentEnvironment,
@@ -143,6 +143,7 @@ __all__ = [
     "Seat",
     "SingleTurn",
     "Source",
+    "StateFollower",
     "StateManager",
     "StateRefused",
     "StepWriter",

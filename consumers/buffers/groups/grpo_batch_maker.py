@@ -43,8 +43,6 @@ class GrpoBatchMaker(ReservoirBatchMaker):
         environment.
         """
         if isinstance(example, RLExample):
-            if group is None:
-                raise RecordError(f"example {example.source.uid!r} has no group; give its group, or the rollout itself")
             super().add_rollout(example, group)
             return
         rollout = as_rollout(example) if isinstance(example, RolloutRecord) else example

@@ -9,9 +9,15 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rollstream.topics.errors import RecordError
 from rollstream.topics.rl_examples import RLExample, Source
+
+if TYPE_CHECKING:
+    from rollstream.consumers.buffers.groups.group_files import PlacedRollout
+    from rollstream.consumers.buffers.rollouts.record import RolloutRecord
+    from rollstream.topics.records import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +75,35 @@ class BatchMaker(ABC):
         self.context = context or MakerContext(partition=0, seed=0, batch_bytes=2**40)
         self.waiting: dict[Source, RLExample] = {}
         """Rollouts that the maker holds, in order of arrival."""
+        self._single: dict[tuple[str, str, int, str], list[PlacedRollout]] = {}
+        """Single rollouts by environment, example, policy version and group."""
 
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        """Add one rollout of a group that has just sealed; the members of a group are added one after another."""
-        self.waiting[example.source] = example
+    def add_rollout(self, example: Any, group: SealedGroup | None = None) -> None:
+        """Add one rollout of a group that has just sealed; the members of a group are added one after another.
+
+        `example` is an RLExample. A maker without a run or a store takes a Rollout or RolloutRecord, too: each new
+        member changes the advantages (`rloo`) of the members of its group that wait. A known uid is skipped.
+        """
+        if isinstance(example, RLExample):
+            self.waiting[example.source] = example
+        else:
+            self._add_single(example)
+
+    def _add_single(self, single: "Rollout | RolloutRecord") -> None:
+        # Imported here because a run's makers get examples.
+        from rollstream.consumers.buffers.groups.forwarding import examples_of
+        from rollstream.consumers.buffers.groups.group_files import PlacedRollout, group_of
+        from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
+
+        rollout = as_rollout(single) if isinstance(single, RolloutRecord) else single
+        key = (rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
+        members = self._single.setdefault(key, [])
+        if any(member.rollout.uid == rollout.uid for member in members):
+            return
+        added = Source(-1, -1, rollout.uid)
+        members.append(PlacedRollout(rollout, added))
+        _group, rows = examples_of(group_of(members, 0.0), "rloo")
+        self.waiting.update((row.source, row) for row in rows if row.source == added or row.source in self.waiting)
 
     def pop_waiting(self, batch: Iterable[RLExample]) -> list[RLExample]:
         """Remove examples from `waiting` and return them, for `create_batch` to return."""
@@ -153,7 +184,9 @@ class FifoBatchMaker(BatchMaker):
         self._group_of: dict[Source, int] = {}
         self._held_bytes = 0
 
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+    def add_rollout(self, example: RLExample, group: SealedGroup | None = None) -> None:
+        if group is None:
+            raise RecordError(f"example {example.source.uid!r} has no group; give its group, or use GrpoBatchMaker")
         waiting = self._waiting.get(id(group))
         if waiting is None:
             waiting = self._waiting[id(group)] = _WaitingGroup(group, group.name_bytes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
+from rollstream.topics.errors import RecordError
 from rollstream.topics.rl_examples import RLExample, Source
 
 
@@ -38,7 +39,9 @@ class ReservoirBatchMaker(BatchMaker):
         self._held_bytes = 0
         self._discarded: list[tuple[Source, str]] = []
 
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+    def add_rollout(self, example: RLExample, group: SealedGroup | None = None) -> None:
+        if group is None:
+            raise RecordError(f"example {example.source.uid!r} has no group; give its group, or use GrpoBatchMaker")
         if not example.advantage.any():
             self._discarded.append((example.source, "zero_advantage"))
             return
@@ -72,6 +75,8 @@ class ReservoirBatchMaker(BatchMaker):
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         """Return the batch size, and the mean, population standard deviation and range of the rows' advantages."""
         values = [float(example.advantage[0]) if len(example.advantage) else 0.0 for example in batch]
+        if not values:
+            return {"maker": "reservoir", "batch_size": 0}
         mean = math.fsum(values) / len(values)
         std = math.sqrt(math.fsum((v - mean) * (v - mean) for v in values) / len(values))
         stats = {"mean": mean, "std": std, "max": max(values), "min": min(values)}

@@ -119,6 +119,23 @@ def test_a_custom_maker_of_two_methods_makes_batches_and_gets_undelivered_rollou
     assert maker.held == 6
 
 
+def test_a_custom_maker_by_itself_takes_records_and_brings_the_advantages_of_those_that_wait_up_to_date() -> None:
+    maker = CustomBatchMaker()
+    for n in (0, 1, 1):
+        maker.add_rollout(record(n))
+    maker.add_rollout(record(0, "other"))
+    first = maker.create_batch(1)
+    assert first is not None
+    assert [(row.source.uid, float(row.advantage[0])) for row in first] == [("q-0-0", 1.0)]
+    maker.add_rollout(record(2))  # of rewards 1, 0, 0
+    rest = maker.create_batch(3)
+    assert rest is not None
+    assert {row.source.uid: float(row.advantage[0]) for row in rest} == {"q-0-1": -0.5, "other-0-0": 0.0, "q-0-2": -0.5}
+    assert maker.create_batch(1) is None
+    assert maker.get_batch_metadata([]) == {"size": 0}
+    assert GrpoBatchMaker().get_batch_metadata([])["batch_size"] == 0
+
+
 def test_samples_are_requested_by_batch_size(tmp_path: Path) -> None:
     episode = {"obs": np.arange(10), "control_mode": np.zeros(10, np.int64)}
     with EpisodeSliceBuffer(tmp_path / "slices", capacity=100, slice_len=4) as slices:

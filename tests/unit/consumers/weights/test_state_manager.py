@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from rollstream.consumers.weights.state_manager import LocalStateManager
+from rollstream.consumers.weights.state_manager import LocalStateManager, StateFollower
 from rollstream.topics.errors import DeadlineExceeded, RecordError
 
 
@@ -35,6 +35,21 @@ def test_every_asker_is_served_by_its_own_version() -> None:
         assert (state[0], float(state[1]["step"])) == (1, 1.0)
         assert states.get_state(1) is None
         assert states.get_state(0) == state
+
+
+def test_a_follower_gets_each_state_once_and_counts_what_it_received() -> None:
+    states = LocalStateManager()
+    one, other = StateFollower(states), StateFollower(states)
+    assert (one.get_state(), one.controller_version, one.trainer_version) == (None, -1, -1)
+    states.update_state(params(0.0))
+    received = one.get_state()
+    assert received is not None
+    assert (received[0], float(received[1]["step"])) == (0, 0.0)
+    assert one.get_state() is None
+    states.update_state(params(1.0))
+    assert (one.controller_version, one.trainer_version) == (0, 1)
+    assert [follower.get_state() is not None for follower in (one, one, other)] == [True, False, True]
+    assert (one.controller_version, other.controller_version) == (1, 1)
 
 
 def test_what_was_given_does_not_change_with_what_the_trainer_changes() -> None:
