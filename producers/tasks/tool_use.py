@@ -7,17 +7,15 @@ import ast
 import json
 import operator
 import random
-import re
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import aiohttp
-
 from rollstream.producers.environment import Conversation, Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.producers.tasks.task import checked_share
-from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.producers.tasks.tool_loop import converse, name_of, printable, text_argument
+from rollstream.topics.errors import ConfigurationError
 
 Kind = Literal["calculator", "database"]
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -31,7 +29,6 @@ _DATABASE_STEPS = 10_000
 _TEXT_BYTES = 10_000
 """Largest text that a query may make; a function such as printf makes a large one in a single instruction."""
 _ROWS = 10
-_UNREADABLE = re.compile(r"[^ -~\n]")
 _CALC = {
     "type": "function",
     "function": {"name": "calc", "parameters": {"type": "object", "properties": {"e": {"type": "string"}}}},
@@ -41,10 +38,6 @@ _SQL = {
     "function": {"name": "sql", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
 }
 _GOODS = ("fig", "kiwi", "lime", "nut", "oat", "pear", "plum", "rice", "salt", "tea")
-
-
-class PolicyUnreachable(RollstreamError):
-    """The policy's address answered neither with a message nor with a refusal because of length."""
 
 
 class ToolUse:
@@ -89,7 +82,7 @@ class ToolUse:
         generator = random.Random(seed)
         self._prices = {good: generator.randrange(10, 100) for good in _GOODS}
         tools = [tool for tool, kind in ((_CALC, "calculator"), (_SQL, "database")) if kind in kinds]
-        self._tools = tools if described else [_name_of(tool) for tool in tools]
+        self._tools = tools if described else [name_of(tool) for tool in tools]
         self._splits = split_prompts(name, self._questions(kinds, range(operands[0], operands[1] + 1)))
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -101,40 +94,37 @@ class ToolUse:
 
         Raises PolicyUnreachable if the address gives no answer.
         """
-        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
-        helped, answer = False, ""
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as session:
-            for _ in range(self._turns):
-                message = await self._ask(session, endpoint, messages)
-                if message is None:
-                    break
-                messages.append(message)
-                calls = message.get("tool_calls") or ()
-                if not calls:
-                    answer = str(message.get("content") or "").strip()
-                    break
-                for call in calls:
-                    result = self.result_of(call["function"]["name"], call["function"]["arguments"])
-                    helped = helped or result == prompt.answer
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        helped = False
+
+        async def answer_call(tool: str, arguments: str) -> str:
+            nonlocal helped
+            result = self.result_of(tool, arguments)
+            helped = helped or result == prompt.answer
+            return result
+
+        answer = await converse(
+            endpoint,
+            prompt.text,
+            answer_call,
+            turns=self._turns,
+            tools=self._tools,
+            max_tokens=self.max_tokens,
+            temperature=self._temperature,
+        )
         exact = answer == prompt.answer
         return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})
 
     def result_of(self, tool: str, arguments: str) -> str:
-        """Return the answer of a tool; an error is returned as an answer that begins with `error`.
-
-        A character that is not printable ASCII becomes `?`, because the answer may quote the policy, and the policy's
-        tokenizer may not be able to encode the character.
-        """
-        return _UNREADABLE.sub("?", self._answer_of(tool, arguments))
+        """Return the answer of a tool, in printable ASCII; an error is an answer that begins with `error`."""
+        return printable(self._answer_of(tool, arguments))
 
     def _answer_of(self, tool: str, arguments: str) -> str:
         try:
             given = json.loads(arguments)
             if tool == "calc":
-                return str(_value(ast.parse(_text(given, "e")[:_LONGEST_EXPRESSION], mode="eval").body))
+                return str(_value(ast.parse(text_argument(given, "e")[:_LONGEST_EXPRESSION], mode="eval").body))
             if tool == "sql":
-                return self._rows(_text(given, "q"))
+                return self._rows(text_argument(given, "q"))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, sqlite3.Error) as error:
             return f"error: {error}"
         return f"error: there is no tool {tool}"
@@ -160,29 +150,6 @@ class ToolUse:
                 turn = third.answer
             conversations.append(Conversation(messages=messages, tools=self._tools, turn=turn))
         return conversations
-
-    async def _ask(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, messages: list[dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """Return the policy's message; None if the conversation has become too long for the policy."""
-        body = {
-            "model": endpoint.model,
-            "messages": messages,
-            "tools": self._tools,
-            "max_tokens": self.max_tokens,
-            "temperature": self._temperature,
-        }
-        try:
-            async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
-                text = await response.text()
-        except aiohttp.ClientError as error:
-            raise PolicyUnreachable(f"{endpoint.base_url} did not answer: {error!r}") from error
-        if response.status == 400 and "context" in text:
-            return None
-        if response.status != 200:
-            raise PolicyUnreachable(f"{endpoint.base_url} answered {response.status}: {text[:200]}")
-        message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
-        return {name: value for name, value in message.items() if name in ("role", "content", "tool_calls") and value}
 
     def _questions(self, kinds: Sequence[Kind], operands: Sequence[int]) -> list[Prompt]:
         questions = []
@@ -216,20 +183,8 @@ def call_text(question: Prompt) -> str:
     return f'<tool_call>{{"name": "{question.extra["tool"]}", "arguments": {question.extra["arguments"]}}}</tool_call>'
 
 
-def _name_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without its parameters, which are optional in OpenAI's protocol."""
-    return {"type": tool["type"], "function": {"name": tool["function"]["name"]}}
-
-
 def _prompt(text: str, answer: str, tool: str, **arguments: str) -> Prompt:
     return Prompt(example_id=text, text=text, answer=answer, extra={"tool": tool, "arguments": json.dumps(arguments)})
-
-
-def _text(arguments: Any, name: str) -> str:
-    value = arguments.get(name) if isinstance(arguments, dict) else None
-    if not isinstance(value, str):
-        raise ValueError(f"the argument {name} must be a text")
-    return value
 
 
 def _value(node: ast.expr) -> int:

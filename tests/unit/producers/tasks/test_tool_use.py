@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.producers.environment import Endpoint, Score
-from rollstream.producers.tasks.tool_use import PolicyUnreachable, ToolUse
+from rollstream.producers.tasks.tool_loop import PolicyUnreachable
+from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.topics.errors import ConfigurationError
 
 BOTH = ToolUse(kinds=("calculator", "database"))
