@@ -21,6 +21,7 @@ from rollstream.producers.environment import (
     Split,
 )
 from rollstream.producers.tasks import TASKS, create_task
+from rollstream.producers.tasks.choices import Choices
 from rollstream.producers.tasks.number_guessing import NumberGuessing
 from rollstream.producers.tasks.question_file import QuestionFile
 from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
@@ -34,6 +35,7 @@ from rollstream.topics.validation import NAME_LIMIT
 ENTRY_POINTS = "rollstream.environments"
 """Group of entry points in which installed packages name their environments."""
 _CLASSES: Mapping[str, type] = {
+    "choices": Choices,
     "guess": NumberGuessing,
     "jsonl": QuestionFile,
     "reasoning-gym": ReasoningGymDataset,

@@ -84,7 +84,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="task=",
         action=Setting,
         metavar="NAME",
-        help="an environment: dsort3 (the default), dsort4, add, guess, chain_sum, tools, or one of yours "
+        help="an environment: dsort3 (the default), dsort4, add, guess, chain_sum, choices, tools, or one of yours "
         "(game.py:Game)",
     )
     parser.add_argument(

@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollstream.producers.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
@@ -45,14 +45,7 @@ class QuestionFile(Task):
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")
         if match not in ("exact", "text", "number", "contains"):
             raise ConfigurationError(f"match {match!r} is not one of exact, text, number, contains")
-        try:
-            self._pattern = re.compile(answer_pattern) if answer_pattern else None
-        except re.error as error:
-            raise ConfigurationError(
-                f"answer_pattern {answer_pattern!r} is not a regular expression: {error}"
-            ) from error
-        if self._pattern is not None and self._pattern.groups < 1:
-            raise ConfigurationError(f"answer_pattern {answer_pattern!r} has no group: put the answer in parentheses")
+        self._answer_in = answer_part(answer_pattern)
         self._match = match
         self._warm_start = warm_start
         self.stop = tuple(stop)
@@ -86,21 +79,42 @@ class QuestionFile(Task):
         return super().warm_start_examples(seed, n) if self._warm_start else []
 
     def _is_right(self, answer: str, response: str) -> bool:
-        if self._pattern is not None:
-            matches = list(self._pattern.finditer(response))
-            if not matches:
-                return False
-            response = matches[-1].group(1) or ""
+        part = self._answer_in(response)
+        if part is None:
+            return False
         if self._match == "exact":
-            return response == answer
+            return part == answer
         if self._match == "number":
-            number = _number(response)
+            number = _number(part)
             return number is not None and number == _number(answer)
-        wanted, given = _folded(answer), _folded(response)
+        wanted, given = folded(answer), folded(part)
         return given == wanted if self._match == "text" else wanted in given
 
 
-def _folded(text: str) -> str:
+def answer_part(answer_pattern: str) -> Callable[[str], str | None]:
+    """Return a function that takes the answer out of a response: the first group of the pattern's last match.
+
+    Without a pattern the whole response is the answer; without a match there is none. Raises ConfigurationError if the
+    pattern is not a regular expression with a group.
+    """
+    if not answer_pattern:
+        return lambda response: response
+    try:
+        pattern = re.compile(answer_pattern)
+    except re.error as error:
+        raise ConfigurationError(f"answer_pattern {answer_pattern!r} is not a regular expression: {error}") from error
+    if pattern.groups < 1:
+        raise ConfigurationError(f"answer_pattern {answer_pattern!r} has no group: put the answer in parentheses")
+
+    def last_match(response: str) -> str | None:
+        matches = list(pattern.finditer(response))
+        return (matches[-1].group(1) or "") if matches else None
+
+    return last_match
+
+
+def folded(text: str) -> str:
+    """Return a text without case and surplus spaces."""
     return " ".join(text.casefold().split())
 
 
@@ -115,6 +129,15 @@ def _number(text: str) -> Decimal | None:
 
 def _questions(path: Path, question: str, answer: str, template: str) -> Iterator[Prompt]:
     """Yield the questions of a file, each named by its line."""
+    for number, (asked, right) in rows(path, question, answer):
+        yield Prompt(example_id=str(number), text=template.replace("{question}", str(asked)), answer=str(right))
+
+
+def rows(path: Path, *names: str) -> Iterator[tuple[int, list[Any]]]:
+    """Yield the number and the fields `names` of each line of a file of JSON objects; none of them is null.
+
+    Raises ConfigurationError, naming the line.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -124,11 +147,11 @@ def _questions(path: Path, question: str, answer: str, template: str) -> Iterato
             continue
         try:
             fields = json.loads(line)
-            if None in (given := (fields[question], fields[answer])):
+            if None in (given := [fields[name] for name in names]):
                 raise ValueError("one of them is null")
-            text, right = map(str, given)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"{path}, line {number}: not a JSON object with {question!r} and {answer!r}; name the fields in options"
+                f"{path}, line {number}: not a JSON object with {' and '.join(map(repr, names))}; name the fields in "
+                "options"
             ) from error
-        yield Prompt(example_id=str(number), text=template.replace("{question}", text), answer=right)
+        yield number, given
