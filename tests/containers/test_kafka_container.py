@@ -4,9 +4,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader
+from rollstream.consumers.step_writer import publish_version
+from rollstream.consumers.weights.state_manager import StateManager
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.infra.testing import KafkaContainer
@@ -17,8 +20,6 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
-
-pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def contained_run(kafka_image: str, run_name: str, tmp_path: Path) -> Iterator[R
         run.stop()
 
 
-def test_rollouts_become_batches_on_kafka_in_a_container(contained_run: RealRun) -> None:
+def test_rollouts_become_batches_and_weights_come_back_on_kafka_in_a_container(contained_run: RealRun) -> None:
     run = contained_run
     run.start("group", "--ordinal=0")
     run.start("group", "--ordinal=1")
@@ -52,14 +53,20 @@ def test_rollouts_become_batches_on_kafka_in_a_container(contained_run: RealRun)
     result = ledger(run.kafka, run.name)
     assert result.balanced, result.problems
     assert verify(run.kafka, run.name).mismatches == []
+    assert publish_version(run.kafka, run.name, {"kernel": np.ones(3, np.float32)}, learner="test") == 1
+    with StateManager(run.kafka, run.name) as states:
+        version, parameters = states.wait_for(1, 300)
+    assert (version, parameters["kernel"].tolist()) == (1, [1.0] * 3)
 
 
+@pytest.mark.long
 def test_an_image_that_is_nowhere_is_one_line_with_the_remedy(kafka_image: str) -> None:
     assert kafka_image
     with pytest.raises(BrokerUnavailable, match=r"rollstream/nothing:none is not on this machine .*; load it with"):
         KafkaContainer("rollstream/nothing:none").start()
 
 
+@pytest.mark.long
 def test_a_container_that_ends_while_starting_shows_its_log_and_is_removed(kafka_image: str) -> None:
     container = KafkaContainer(kafka_image, properties={"num.io.threads": "0"})
     with pytest.raises(BrokerUnavailable, match=r"num\.io\.threads"):
@@ -68,6 +75,7 @@ def test_a_container_that_ends_while_starting_shows_its_log_and_is_removed(kafka
     assert container.get_container_id()[:12] not in left
 
 
+@pytest.mark.long
 def test_the_docker_provider_of_the_local_broker_keeps_its_data(kafka_image: str, tmp_path: Path) -> None:
     config = BrokerConfig(data_dir=tmp_path, provider="docker", image=kafka_image)
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:
