@@ -1,16 +1,30 @@
 """Loads the environments of a run, for every role that plays them or needs their prompts."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ENV
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
 from rollstream.topics.errors import ConfigurationError
 
 
-def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[LoadedEnvironment, ...]:
-    """Load the run's environments, or, with `ordinal`, those that the worker with this number plays.
+def played_by(config: RunConfig, ordinal: int, numbers: Mapping[str, int]) -> list[EnvironmentConfig]:
+    """Return the entries of the mixture that the worker with this ordinal plays.
+
+    `numbers` are the numbers that operators want, in which env:NAME is the number of workers that play an environment.
+    """
+    wanted = [replace(e, workers=numbers.get(f"{ENV}:{e.name or e.use}", e.workers)) for e in config.mixture]
+    return [e for e in wanted if not e.workers or ordinal < e.workers]
+
+
+def environments_of(
+    config: RunConfig, ordinal: int | None = None, numbers: Mapping[str, int] = MappingProxyType({})
+) -> tuple[LoadedEnvironment, ...]:
+    """Load the run's environments, or, with `ordinal`, those that the worker with this number plays by `numbers`.
 
     Without `ordinal`, environments that only workers load are left out. Raises ConfigurationError, naming the entry, if
     an environment cannot be loaded or, without `ordinal`, can never be unlocked; and if this worker has none to play.
@@ -20,7 +34,8 @@ def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[Load
         others = [(e.name, e) for e in config.mixture if e.load_in == "workers"]
         _check_lessons([*((e.name, e.entry) for e in environments), *others])
         return environments
-    entries = [e for e in config.mixture if not e.workers or ordinal < e.workers]
+    # Numbers that leave this worker nothing are for the other workers.
+    entries = played_by(config, ordinal, numbers) or played_by(config, ordinal, {})
     if not entries:
         raise ConfigurationError(
             f"no environment is played by worker {ordinal}: every entry of environments has fewer workers; raise "

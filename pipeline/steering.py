@@ -10,7 +10,8 @@ returns the state asked for.
 import contextlib
 import difflib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from typing import Any
 
 from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, LEARN, ROLES
@@ -18,7 +19,7 @@ from rollstream.producers.mixture_states import environments_played
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key
@@ -29,23 +30,36 @@ from rollstream.topics.records import (
     EvaluationRequest,
     MixtureWeight,
     PausedEnvironment,
+    RequestAnswer,
     StopRequest,
 )
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
+REPLICAS = f"{ENV}:"
+"""What precedes the name of an environment whose number of workers may be changed."""
 SCALED = (ENV, GROUP, INFER, GATEWAY, EVAL)
 """Roles whose number of processes may be changed while the run runs."""
 MOST = 512
 """Largest number of processes of a role, except `group`, which is limited by the number of partitions."""
 
 
+_ANSWER_S = 10.0
+"""How long to wait for the answer of the process that supervises the run."""
+
+
+class Refused(StateRefused):
+    """The run does not follow a command."""
+
+    exit_code = 1
+
+
 def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
     """Check a command and record it.
 
     `command` has the command's name under `command`, and its arguments under their names, as docs/steering.md lists
-    them. Raises ConfigurationError, which names the remedy, if the command cannot be carried out, and TopicError,
-    BrokerUnavailable or DeliveryError if it cannot be recorded.
+    them. Raises ConfigurationError, which names the remedy, if the command cannot be carried out, Refused if the run
+    answers that it does not follow it, and TopicError, BrokerUnavailable or DeliveryError if it cannot be recorded.
     """
     name = command.get("command")
     if name not in COMMANDS:
@@ -79,14 +93,40 @@ def _scale(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     if not isinstance(numbers, Mapping) or not numbers:
         raise ConfigurationError("name a role and its number of processes, e.g. env=8")
     for role, number in numbers.items():
-        _check_scaled(str(role))
+        _check_scaled(kafka, run, str(role))
         if number is not None:
             _check_number(kafka, run, str(role), number)
-    _write_numbers(kafka, run, numbers)
-
-
-def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | None]) -> None:
     now = time.time()
+    _write_numbers(kafka, run, numbers, now)
+    _await_answers(kafka, run, [f"{steering.PROCESSES}:{role}" for role, n in numbers.items() if n is not None], now)
+
+
+def _await_answers(kafka: KafkaConfig, run: str, requests: Collection[str], wall_time: float) -> None:
+    """Wait a moment until the process that supervises the run, if one does, has answered these requests.
+
+    Raises Refused with its reasons.
+    """
+    deadline = time.monotonic() + _ANSWER_S
+    with closing(steering.SteeringWatch(kafka, run)) as watch:
+        while True:
+            answers = [a for key in requests if (a := watch.state.answers.get(key)) and a.wall_time == wall_time]
+            if refused := "; ".join(answer.refused for answer in answers if answer.refused):
+                raise Refused(f"run {run} refuses this: {refused}")
+            waits = watch.state.supervisor is not None and len(answers) < len(requests)
+            if not waits or time.monotonic() >= deadline:
+                return
+            watch.poll(0.2)
+
+
+def answer(kafka: KafkaConfig, run: str, request: str, wall_time: float, refused: str) -> None:
+    """Record the answer to the request of this key and time; `refused` is empty if the run follows it.
+
+    Raises TopicError, BrokerUnavailable or DeliveryError.
+    """
+    steering.write(kafka, run, steering.ANSWER, {request: RequestAnswer(wall_time=wall_time, refused=refused)})
+
+
+def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | None], now: float) -> None:
     records = {
         str(role): None if number is None else DesiredProcesses(role=role, processes=number, wall_time=now)
         for role, number in numbers.items()
@@ -101,11 +141,14 @@ def put_back(kafka: KafkaConfig, run: str, role: str, refused: int, kept: int | 
     to servers that do not exist. Raises TopicError, BrokerUnavailable or DeliveryError.
     """
     if steering.desired_state(kafka, run).numbers.get(role) == refused:
-        _write_numbers(kafka, run, {role: kept})
+        _write_numbers(kafka, run, {role: kept}, time.time())
 
 
-def _check_scaled(role: str) -> None:
+def _check_scaled(kafka: KafkaConfig, run: str, role: str) -> None:
     if role in SCALED:
+        return
+    if role.startswith(REPLICAS):
+        _check_environment(kafka, run, role.removeprefix(REPLICAS))
         return
     if role == LEARN:
         raise ConfigurationError(
@@ -216,6 +259,7 @@ def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> Non
         raise ConfigurationError(f"run {run} has no policy version yet: start its learner, which publishes version 0")
     request = EvaluationRequest(version=max(versions), wall_time=time.time())
     steering.write(kafka, run, steering.EVALUATE, {steering.NOW: request})
+    _await_answers(kafka, run, [f"{steering.EVALUATE}:{steering.NOW}"], request.wall_time)
 
 
 def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:

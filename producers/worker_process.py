@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
@@ -38,6 +38,7 @@ async def run_worker(
     labeling_group: str = "",
     servers: Callable[[int], Sequence[str]] | None = None,
     gateway: GatewayConfig | None = None,
+    follow: Callable[[Mapping[str, int]], None] = lambda _numbers: None,
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
@@ -47,8 +48,9 @@ async def run_worker(
     may request another number of workers. Without `capacity`, production is not limited. `labeling_group` is the full
     name of the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs
     for a number of inference servers, and is called when operators change this number. `gateway` are the settings
-    of the gateway for agents. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
-    InferenceRefused, DeliveryError.
+    of the gateway for agents. `follow` is called with the numbers that operators want, whenever these may have
+    changed. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused,
+    DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
@@ -102,7 +104,7 @@ async def run_worker(
                 gateway=agents,
                 read_progress=read_progress,
                 steering=WorkerSteering(
-                    follower, mixture, client, flow, workers=workers, gateway=agents, servers=servers
+                    follower, mixture, client, flow, workers=workers, gateway=agents, servers=servers, follow=follow
                 ),
             )
             publisher = MetricsPublisher(

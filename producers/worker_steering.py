@@ -2,7 +2,7 @@
 workers that share the capacity, and the number of inference servers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rollstream.producers.flow_control import FlowControl
 from rollstream.producers.gateway.local_gateway import LocalGateway
@@ -33,10 +33,12 @@ class WorkerSteering:
         workers: int,
         gateway: LocalGateway | None = None,
         servers: Callable[[int], Sequence[str]] | None = None,
+        follow: Callable[[Mapping[str, int]], None] = lambda _numbers: None,
     ) -> None:
         """The worker is one of `workers`, unless operators request another number. `gateway` takes the calls of its
         agents. `servers` returns the URLs for a number of inference servers; without it, the servers stay as
-        configured."""
+        configured. `follow` is called with the numbers that operators want."""
+        self._follow = follow
         self._follower, self._mixture, self._client, self._flow = follower, mixture, client, flow
         self._gateway = gateway
         self._workers, self._servers = workers, servers
@@ -56,6 +58,7 @@ class WorkerSteering:
         if state is self._seen:
             return
         self._seen = state
+        self._follow(state.numbers)
         played = {environment.name for environment in self._mixture.environments}
         paused, weights = played & state.paused.keys(), {n: w for n, w in state.weights.items() if n in played}
         if (paused, weights) != self._adjusted:

@@ -256,13 +256,14 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "MixtureWeight",
             "PausedEnvironment",
             "RunSupervisor",
+            "RequestAnswer",
         ),
         partitions="1",
         cleanup="compact",
         writers=("env", "group", TOOLS),
         readers=("learn", "infer", "serve-weights", "group", *_FOLLOW_PROGRESS, "label", "eval", "collect", TOOLS),
         doc="Decisions about a run: excluded batches, skipped records, paused partitions, retired and forked learners, "
-        "mixture states, requests of operators, and who supervises the run.",
+        "mixture states, requests of operators and their answers, and who supervises the run.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

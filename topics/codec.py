@@ -62,6 +62,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.MixtureWeight,
     records.PausedEnvironment,
     records.RunSupervisor,
+    records.RequestAnswer,
     records.RolloutBatch,
     records.TrajectoryRecord,
     records.ModelCall,

@@ -26,6 +26,7 @@ from rollstream.topics.records import (
     EvaluationRequest,
     MixtureWeight,
     PausedEnvironment,
+    RequestAnswer,
     RunSupervisor,
     StopRequest,
 )
@@ -45,6 +46,8 @@ WANTED, DONE = "wanted", "done"
 EVALUATE = "evaluate"
 """First part of the key of a version to evaluate; the second is `NOW`."""
 NOW = "now"
+ANSWER = "answer"
+"""First part of the key of an answer to a request; the second is the key of the request, joined by a colon."""
 SUPERVISOR = "supervisor"
 """First part of the key of a process that supervises the run; the second is its identity."""
 _AT_ONCE = 500
@@ -68,6 +71,8 @@ class DesiredState:
     """The request to end with nothing in flight under `WANTED`, and its answer under `DONE`."""
     evaluations: dict[str, EvaluationRequest] = field(default_factory=dict)
     """The version to evaluate, by kind."""
+    answers: dict[str, RequestAnswer] = field(default_factory=dict)
+    """Answers of the process that supervises the run, by request."""
     supervisors: dict[str, RunSupervisor] = field(default_factory=dict)
     """Processes that supervise the run, or were killed while they did, by identity."""
 
@@ -128,6 +133,7 @@ _KINDS: Mapping[str, tuple[str, type]] = {
     STOP: ("stops", StopRequest),
     DRAIN: ("drains", DrainRequest),
     EVALUATE: ("evaluations", EvaluationRequest),
+    ANSWER: ("answers", RequestAnswer),
     SUPERVISOR: ("supervisors", RunSupervisor),
 }
 """Field of the state and type of its records, by the first part of a key."""

@@ -2,22 +2,26 @@
 
 import argparse
 import asyncio
+import logging
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
-from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.environments import environments_of, played_by
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.worker_process import run_worker
+from rollstream.topics.logs import event
 from rollstream.topics.steering import desired_state
+
+logger = logging.getLogger(__name__)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,12 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
+    while await _play(config, ordinal, stop):
+        event(logger, "environments_changed", worker=ordinal)
+
+
+async def _play(config: RunConfig, ordinal: int, stop: asyncio.Event) -> bool:
+    """Play until stopped, or until the worker is to play other environments; return whether it is."""
     state = await asyncio.to_thread(desired_state, config.kafka, config.run)
     wanted = state.numbers.get(ENV)
     name = worker_name(config, ordinal, wanted)
@@ -51,8 +61,20 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         async with MetricsPublisher(
             config.kafka, config.run, name, ENV, dict, interval_s=config.worker.metrics_interval_s
         ):
-            return
-    environments = environments_of(config, ordinal)
+            return False
+    plays = [(entry.name, entry.use) for entry in played_by(config, ordinal, state.numbers)]
+    environments = environments_of(config, ordinal, state.numbers)
+    ended = asyncio.Event()
+
+    def follow(numbers: Mapping[str, int]) -> None:
+        if [(entry.name, entry.use) for entry in played_by(config, ordinal, numbers)] != plays:
+            ended.set()
+
+    async def end_with(other: asyncio.Event) -> None:
+        await other.wait()
+        ended.set()
+
+    stopping = asyncio.create_task(end_with(stop))
     await run_worker(
         environments,
         config.kafka,
@@ -67,8 +89,11 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         labeling_group=config.labeling.group_id(config.run),
         servers=servers_of(config),
         gateway=config.gateway,
-        stop=stop,
+        follow=follow,
+        stop=ended,
     )
+    stopping.cancel()
+    return ended.is_set() and not stop.is_set()
 
 
 def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:

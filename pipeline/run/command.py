@@ -36,7 +36,7 @@ from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
-from rollstream.pipeline.steering import put_back
+from rollstream.pipeline.steering import answer, put_back
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.beside_run import RunPage
@@ -141,7 +141,10 @@ def _supervise(
             if config.grouper.autoscale.enabled:
                 scaler = stack.enter_context(closing(GroupScaler(running, path, supervisor, ports, say=say)))
             keep = partial(put_back, config.kafka, config.run)
-            steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=scaler, say=say, put_back=keep)
+            answer_to = partial(answer, config.kafka, config.run)
+            steered = SteeredProcesses(
+                config, running, path, supervisor, ports, scaler=scaler, say=say, put_back=keep, answer=answer_to
+            )
             return Steer(following, steered, scaler, say)
 
         watch(config, supervisor, interrupts, steer, page)

@@ -4,6 +4,7 @@ The configuration file of the processes keeps the configured numbers. A process 
 follows the topic `control` itself.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,14 +13,19 @@ from pathlib import Path
 from rollstream.infra.ports import is_free
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, process_name, role_of
+from rollstream.pipeline.environments import played_by
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.steering import SCALED
+from rollstream.pipeline.steering import REPLICAS, SCALED
 from rollstream.topics.errors import ConfigurationError, RollstreamError
-from rollstream.topics.steering import DesiredState
+from rollstream.topics.logs import event
+from rollstream.topics.records import DesiredProcesses, EvaluationRequest
+from rollstream.topics.steering import EVALUATE, NOW, PROCESSES, DesiredState
+
+logger = logging.getLogger(__name__)
 
 
 def with_numbers(config: RunConfig, numbers: Mapping[str, int]) -> RunConfig:
@@ -70,14 +76,17 @@ class SteeredProcesses:
         scaler: GroupScaler | None,
         say: Callable[[str], None],
         put_back: Callable[[str, int, int | None], None],
+        answer: Callable[[str, float, str], None] = lambda _request, _time, _refused: None,
     ) -> None:
         """`config` is complete and was written to `path`; `running` is the result of `begin_with`, whose processes
         already run. `scaler`, if there is one, controls the grouping processes. `put_back` records the number of
-        processes of a role that the run keeps (None: as configured) in place of one that it refuses."""
+        processes of a role that the run keeps (None: as configured) in place of one that it refuses.
+        `answer` records the answer to the request of a key and time: why it is refused, or nothing."""
         self._config, self._path, self._scaler, self._say = config, path, scaler, say
-        self._put_back = put_back
+        self._put_back, self._answer = put_back, answer
         self._configured = counts(config)
-        self._seen: dict[str, int] | None = None
+        self._seen: dict[str, DesiredProcesses] = {}
+        self._evaluation: EvaluationRequest | None = None
         there = counts(running)
         self._numbered: dict[str, NumberedProcesses] = {
             name: NumberedProcesses(role_of(name), there.get(name, 0), roles, ports, self._spec_of(name))
@@ -88,44 +97,82 @@ class SteeredProcesses:
 
     def poll(self, state: DesiredState) -> None:
         """Follow the numbers that are wanted now. Call it often."""
-        numbers = state.numbers
-        if numbers != self._seen:
-            before, self._seen = self._seen or {}, numbers
-            for role in SCALED:
-                if numbers.get(role) != before.get(role):
-                    self._follow(role, numbers.get(role))
+        if state.processes != self._seen:
+            before, self._seen = self._seen, dict(state.processes)
+            roles = (*SCALED, *(name for name in {**before, **self._seen} if name.startswith(REPLICAS)))
+            for role in roles:
+                if (request := self._seen.get(role)) != before.get(role):
+                    refused = self._follow(role, state.numbers)
+                    if refused:
+                        self._say(refused)
+                    if request is not None:
+                        self._reply(state, f"{PROCESSES}:{role}", request.wall_time, refused)
+        if (evaluation := state.evaluation_request) is not None and evaluation != self._evaluation:
+            self._evaluation = evaluation
+            refused = "" if self._configured.get(EVAL) else "it has no evaluator; set evaluation.every_versions"
+            self._reply(state, f"{EVALUATE}:{NOW}", evaluation.wall_time, refused)
         for numbered in self._numbered.values():
             numbered.poll()
 
-    def _follow(self, role: str, wanted: int | None) -> None:
+    def _reply(self, state: DesiredState, request: str, wall_time: float, refused: str) -> None:
+        before = state.answers.get(request)
+        if before is not None and before.wall_time == wall_time:
+            return  # an earlier supervisor has answered it
+        try:
+            self._answer(request, wall_time, refused)
+        except RollstreamError as error:
+            event(logger, "request_not_answered", level=logging.WARNING, request=request, error=str(error))
+
+    def _follow(self, role: str, numbers: Mapping[str, int]) -> str:
+        """Follow the number that is wanted of a role, or of the workers of an environment; return why not, or ""."""
+        wanted = numbers.get(role)
         if role == GROUP and self._scaler is not None:
             self._scaler.manual = None if wanted is None else min(wanted, self._config.topics.partitions)
-            return
+            return ""
+        if role.startswith(REPLICAS):
+            return self._follow_replicas(role, wanted, numbers)
         number = self._configured.get(role, 0) if wanted is None else wanted
         numbered = self._numbered[role]
         if role != ENV and not self._configured.get(role):
-            self._say(f"{role}={number} is not followed: this run has no role {role}")
-            return
+            return "" if wanted is None else f"{role}={number} is not followed: this run has no role {role}"
         try:
             number = counts(with_numbers(self._config, {role: number})).get(role, 0)
             # A process that is still ending gives its port to its successor, which starts after it.
             added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
             _check_ports(self._config, role, added)
         except ConfigurationError as error:
-            self._say(f"{role}={number} is not followed: {error}")
-            self._keep(role, number, numbered.processes)
-            return
+            kept = numbered.processes
+            self._keep(role, number, None if kept == self._configured.get(role, 0) else kept)
+            return f"{role}={number} is not followed: {error}"
         if number != numbered.processes:
             self._say(f"{role} has {numbered.processes} processes and will have {number}")
         numbered.want(number)
+        return ""
 
-    def _keep(self, role: str, refused: int, processes: int) -> None:
+    def _follow_replicas(self, name: str, wanted: int | None, numbers: Mapping[str, int]) -> str:
+        """Check the number of workers that play an environment; they follow it by themselves."""
+        workers, environment = self._numbered[ENV].processes, name.removeprefix(REPLICAS)
+        if wanted is None:
+            return ""
+        idle = [n for n in range(workers) if not played_by(self._config, n, numbers)]
+        if environment not in {entry.name or entry.use for entry in self._config.mixture}:
+            why = f"no entry of environments has the name {environment}"
+        elif wanted > workers:
+            why = f"the run has {workers} workers; add some by `rollstream steer scale {ENV}={wanted}` first"
+        elif idle:
+            why = f"worker {idle[0]} would have nothing to play"
+        else:
+            return ""
+        self._keep(name, wanted, None)
+        return f"{name}={wanted} is not followed: {why}"
+
+    def _keep(self, role: str, refused: int, kept: int | None) -> None:
         try:
-            self._put_back(role, refused, None if processes == self._configured.get(role, 0) else processes)
+            self._put_back(role, refused, kept)
         except RollstreamError as error:
             self._say(
                 f"{role}={refused} stays on record, and other processes may follow it: run `rollstream steer scale "
-                f"{role}={processes}` ({error})"
+                f"{role}={'auto' if kept is None else kept}` ({error})"
             )
 
     def _spec_of(self, name: str) -> Callable[[int], RoleSpec]:

@@ -147,6 +147,16 @@ class EvaluationRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestAnswer:
+    """The answer of the process that supervises a run to a request of an operator."""
+
+    wall_time: float
+    """Time of the request."""
+    refused: str = ""
+    """Why the request is not followed; empty if it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSupervisor:
     """A `rollstream run` that supervises a run; it writes this every few seconds, and a tombstone at its end."""
 

@@ -208,7 +208,7 @@ def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
 
     async def scenario(before: str, after: str) -> None:
         async with gateway_of(before) as gateway, CompletionsClient([before]) as client:
-            follower = SimpleNamespace(state=DesiredState())
+            follower, seen = SimpleNamespace(state=DesiredState()), list[object]()
             environment = with_settings(Sums(), WorkerConfig(), EnvironmentConfig(use="x:Y"))
             steering = WorkerSteering(
                 follower,  # type: ignore[arg-type]
@@ -218,10 +218,12 @@ def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
                 workers=1,
                 gateway=gateway,
                 servers=lambda _count: [after],
+                follow=seen.append,
             )
             follower.state = DesiredState(processes={"infer": DesiredProcesses(role="infer", processes=2)})
             steering.follow()
             assert client.urls == (after,)
+            assert seen == [{"infer": 2}]
             session = await gateway.open(STAMP)
             await Sums().play(PROMPT, gateway.endpoint_of(session))
             assert [branch.tokens.tolist() for branch in branches_of(session.calls)] == [[1, 2]]

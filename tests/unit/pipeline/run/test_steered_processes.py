@@ -9,13 +9,14 @@ import pytest
 from rollstream.infra.ports import free_port_row
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import counts, role_of
+from rollstream.pipeline.environments import played_by
 from rollstream.pipeline.run.plan import process_spec
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with, with_numbers
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records import DesiredProcesses
-from rollstream.topics.steering import DesiredState
+from rollstream.topics.records import DesiredProcesses, EvaluationRequest, RequestAnswer
+from rollstream.topics.steering import NOW, DesiredState
 from tests.support.waiting import eventually
 
 
@@ -50,7 +51,12 @@ class Roles:
 
 
 def steered_run(
-    config: RunConfig, running: RunConfig, roles: Roles, lines: list[str], kept: list[tuple[str, int, int | None]]
+    config: RunConfig,
+    running: RunConfig,
+    roles: Roles,
+    lines: list[str],
+    kept: list[tuple[str, int, int | None]],
+    answers: list[tuple[str, float, str]] | None = None,
 ) -> SteeredProcesses:
     return SteeredProcesses(
         config,
@@ -61,6 +67,7 @@ def steered_run(
         scaler=None,
         say=lines.append,
         put_back=lambda *numbers: kept.append(numbers),
+        answer=lambda *answer: None if answers is None else answers.append(answer),
     )
 
 
@@ -180,3 +187,53 @@ def test_a_server_that_would_have_no_port_is_not_added(role: str, settings: list
     assert f"{role}=2 is not followed: " in lines[0]
     assert "it must be between 0 and 65535" in lines[0]
     assert kept == [(role, 2, None)]
+
+
+def requests(time: float, **numbers: int) -> dict[str, DesiredProcesses]:
+    return {
+        name.replace("__", ":"): DesiredProcesses(role=name.replace("__", ":"), processes=number, wall_time=time)
+        for name, number in numbers.items()
+    }
+
+
+def test_each_request_is_answered_once_and_a_refusal_names_its_reason(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}"])
+    lines, kept, answers = list[str](), list[tuple[str, int, int | None]](), list[tuple[str, float, str]]()
+    steered = steered_run(config, config, Roles(), lines, kept, answers)
+    state = DesiredState(
+        requests(1.0, env=512, infer=1, gateway=2), evaluations={NOW: EvaluationRequest(version=3, wall_time=4.0)}
+    )
+    state.answers["processes:infer"] = RequestAnswer(wall_time=1.0)
+    for _ in range(2):
+        steered.poll(state)
+    refused = {request: (time, text) for request, time, text in answers}
+    assert len(answers) == 3, "an earlier supervisor answered the fourth"
+    assert refused["processes:env"][1].startswith("env=512 is not followed: max_policy_lag")
+    assert refused["processes:gateway"] == (1.0, "gateway=2 is not followed: this run has no role gateway")
+    assert refused["evaluate:now"] == (4.0, "it has no evaluator; set evaluation.every_versions")
+    answers.clear()
+    steered.poll(DesiredState(requests(2.0, env=2)))
+    assert answers == [("processes:env", 2.0, "")]
+
+
+def test_workers_of_an_environment_are_refused_beyond_the_workers_and_where_a_worker_would_idle(tmp_path: Path) -> None:
+    mixture = ["environments=[{use='dsort3', workers=1}, {use='add', workers=2}]", "supervisor.workers=2"]
+    config = load(flags=[f"data_dir={tmp_path}", *mixture])
+    kept, answers = list[tuple[str, int, int | None]](), list[tuple[str, float, str]]()
+    steered = steered_run(config, config, Roles(), [], kept, answers)
+    for time, number in enumerate((2, 3), 1):
+        steered.poll(DesiredState(requests(float(time), env__dsort3=number)))
+    steered.poll(DesiredState(requests(3.0, env__add=1)))
+    steered.poll(DesiredState(requests(4.0, env__odd=1)))
+    texts = [text.partition(": ")[2] for _request, _time, text in answers]
+    assert texts == [
+        "",
+        "the run has 2 workers; add some by `rollstream steer scale env=3` first",
+        "worker 1 would have nothing to play",
+        "no entry of environments has the name odd",
+    ]
+    assert kept == [("env:dsort3", 3, None), ("env:add", 1, None), ("env:odd", 1, None)]
+    plays = [
+        [entry.use for entry in played_by(config, 1, numbers)] for numbers in ({}, {"env:dsort3": 2, "env:add": 1})
+    ]
+    assert plays == [["add"], ["dsort3"]]
