@@ -51,6 +51,7 @@ CORE = ("consumers/grouping/core", "consumers/grouping/makers")
 PROCESS = ("consumers/grouping/process", "consumers/test_transactions.py")
 WEIGHTS = ("consumers/weights",)
 AUDIT = ("pipeline/audit/test_planted_lies.py", "pipeline/audit")
+MACHINES = ("consumers/buffers/test_machines.py",)
 LOSSES = ("consumers/learner/training/test_losses.py", "consumers/learner/training/test_loss.py")
 # fmt: off
 MUTANTS = (
@@ -284,6 +285,15 @@ MUTANTS = (
     Mutant("added-twice", "consumers/buffers/rollouts/buffer.py", ("consumers/buffers/rollouts",),
            "a batch is added twice",
            "if read.index_offset < self._position.get(0, 0):", "if read.index_offset < self._position.get(0, 0) - 1:"),
+    Mutant("capacity-late", "consumers/buffers/rollouts/shelf.py", MACHINES, "one rollout too many of an environment",
+           "if (over := len(held) - self.rules.capacity) > 0:", "if (over := len(held) - self.rules.capacity) > 1:"),
+    Mutant("window-wide", "consumers/buffers/trajectories/index.py", MACHINES, "a window has one trajectory too many",
+           "first = max(0, len(self) - size) if size else 0", "first = max(0, len(self) - size - 1) if size else 0"),
+    Mutant("record-again", "consumers/buffers/slices/state.py", MACHINES, "a record of the log is stored twice",
+           "self.position[partition] = offset + 1", "self.position[partition] = offset"),
+    Mutant("sealed-early", "consumers/buffers/groups/open_groups.py", MACHINES, "a group seals with one too few",
+           "return self._seal(key, now) if self._size(key, group) >= enough else None",
+           "return self._seal(key, now) if self._size(key, group) + 1 >= enough else None"),
     Mutant("torn", "consumers/buffers/trajectories/journal.py",
            ("consumers/buffers/trajectories/test_files.py", "consumers/buffers/trajectories/test_checkpoint.py"),
            "damage passes for a torn append",
