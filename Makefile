@@ -126,6 +126,7 @@ run-real: $(STAMP)
 
 # Users start processes; the short form forks most roles, which saves their imports.
 run-all: export REAL_PROCESSES = 1
+run-all: export HYPOTHESIS_EXAMPLES = 100
 run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)

@@ -23,7 +23,7 @@ from tests.strategies import Arrival, Log, Marked, Poison
 
 DIGESTS = Path(__file__).with_name("golden_logs.json")
 LOGS = 200
-MODELLED = 200
+MODELLED = 120
 STEPS = 40
 KNOWN_SETTINGS = {
     "maker": "fifo",
@@ -99,7 +99,7 @@ def test_the_fold_makes_of_drawn_logs_what_it_made_when_their_digests_were_writt
 
 
 def test_crashes_after_any_records_change_nothing() -> None:
-    for seed, expected in enumerate(json.loads(DIGESTS.read_text())):
+    for seed, expected in enumerate(json.loads(DIGESTS.read_text())[:MODELLED]):
         log, random = drawn(seed), Random(-seed)
         crashes = frozenset(random.sample(range(len(log.events)), 4))
         crashed = digest(folded(log, crashes, skipped_in(seed)))
