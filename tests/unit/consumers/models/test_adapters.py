@@ -30,14 +30,7 @@ from tests.support.checkpoints import tokens_of as tokens_of_checkpoint
 MODEL = DecoderConfig(lora=LoraConfig(rank=4, alpha=12.0))
 
 
-def random_params(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
-    """Parameters in which no adapter is zero."""
-    draw = np.random.default_rng(4)
-    params = {name: np.array(value) for name, value in decoder.init(jax.random.key(1), config).items()}
-    for name in params:
-        if parameters.is_adapter(name):
-            params[name] = (0.2 * draw.normal(size=params[name].shape)).astype(np.float32)
-    return params
+hidden = jax.jit(decoder.hidden, static_argnums=1, static_argnames="scanned")
 
 
 def tokens_of(rows: int = 2, length: int = 12) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -48,18 +41,18 @@ def tokens_of(rows: int = 2, length: int = 12) -> tuple[jax.Array, jax.Array, ja
 
 @pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_model_with_adapters_computes_what_it_does_once_they_are_merged(scanned: bool) -> None:
-    params = random_params(MODEL)
+    params = random_parameters(MODEL)
     given = {name: jnp.asarray(value) for name, value in params.items()}
     whole = {name: jnp.asarray(value) for name, value in merged(MODEL, params).items()}
-    adapted = decoder.hidden(given, MODEL, *tokens_of(), scanned=scanned)
-    at_once = decoder.hidden(whole, without_adapters(MODEL), *tokens_of(), scanned=scanned)
+    adapted = hidden(given, MODEL, *tokens_of(), scanned=scanned)
+    at_once = hidden(whole, without_adapters(MODEL), *tokens_of(), scanned=scanned)
     np.testing.assert_allclose(adapted, at_once, atol=2e-5)
     bare = {name: value for name, value in given.items() if not parameters.is_adapter(name)}
-    assert np.abs(at_once - decoder.hidden(bare, without_adapters(MODEL), *tokens_of())).max() > 0.1
+    assert np.abs(at_once - hidden(bare, without_adapters(MODEL), *tokens_of(), scanned=scanned)).max() > 0.1
 
 
 def test_merging_adds_alpha_over_rank_times_the_product() -> None:
-    params = random_params(MODEL)
+    params = random_parameters(MODEL)
     whole = merged(MODEL, params)
     assert whole.keys() == parameters.base_shapes(MODEL).keys()
     for name, array in whole.items():
@@ -82,7 +75,7 @@ def test_a_merged_checkpoint_is_the_model_without_adapters_with_the_tokenizer_an
     for name in ("tokenizer.json", "model.safetensors"):
         (other / name).write_text("another checkpoint's")
     (other / "config.json").write_text('{"max_position_embeddings": 131072, "vocab_size": 3}')
-    params = random_params(MODEL)
+    params = random_parameters(MODEL)
     save_merged(saved, MODEL, params, companions=other if companions else "")
     assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors"} | (
         {"tokenizer.json"} if companions else set()
@@ -128,7 +121,7 @@ def test_adapters_that_cannot_be_are_refused(settings: dict[str, object]) -> Non
 
 
 def test_pefts_files_hold_the_adapters_alone(tmp_path: Path) -> None:
-    params = random_params(MODEL)
+    params = random_parameters(MODEL)
     save_peft(tmp_path, MODEL, params, base="models/base")
     stored = safetensors_files.read(tmp_path / PEFT_MODEL)
     assert stored.keys() == {f"base_model.model.{name}" for name in parameters.adapter_shapes(MODEL)}
@@ -143,7 +136,7 @@ def test_pefts_files_hold_the_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_the_server_samples_with_merged_weights() -> None:
-    params = random_params(MODEL)
+    params = random_parameters(MODEL)
     row = Row(prompt=[5, 6, 7], seed=1, max_tokens=6, temperature=0.0)
     sampled = []
     for config, arrays in ((MODEL, params), (without_adapters(MODEL), merged(MODEL, params))):
@@ -158,9 +151,7 @@ def our_logits() -> NDArray[np.float32]:
     params = {name: jnp.asarray(value) for name, value in random_parameters(peft_logits.MODEL).items()}
     tokens = tokens_of_checkpoint(peft_logits.MODEL)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    states = jax.jit(decoder.hidden, static_argnums=1)(
-        params, peft_logits.MODEL, tokens, positions, np.ones_like(tokens)
-    )
+    states = hidden(params, peft_logits.MODEL, tokens, positions, np.ones_like(tokens))
     return np.asarray(decoder.head(params, peft_logits.MODEL, states)[0])
 
 

@@ -6,6 +6,8 @@ Gradients are compared with central differences of those formulas; what the pape
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -174,6 +176,11 @@ def differences(
     return collected
 
 
+@partial(jax.jit, static_argnames="config")
+def value_and_gradient(learner: jax.Array, entropy: jax.Array, config: LossConfig, batch: Any, ones: Any) -> Any:
+    return jax.value_and_grad(policy_loss_of, has_aux=True)(learner, entropy, config, batch, ones)
+
+
 def found(
     config: LossConfig,
     samples: list[Sample],
@@ -196,7 +203,7 @@ def found(
         # The model's own values are finite everywhere; recorded values may be anything.
         learner, entropy = (np.nan_to_num(array, nan=-3.0, posinf=-3.0, neginf=-3.0) for array in (learner, entropy))
     with jax.enable_x64(True):
-        (loss, metrics), gradient = jax.value_and_grad(policy_loss_of, has_aux=True)(
+        (loss, metrics), gradient = value_and_gradient(
             learner, entropy, config, batch, denominators(samples, np.float64)
         )
         gradient = np.asarray(gradient)

@@ -24,6 +24,7 @@ from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterToke
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.params_digest import params_digest
 from tests.support.batches import random_batch
+from tests.support.checkpoints import random_parameters
 
 CONFIG = LearnerConfig(
     model=DecoderConfig(num_hidden_layers=1),
@@ -267,7 +268,7 @@ def teacher_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a model of another shape, with the policy's tokens."""
     directory = tmp_path_factory.mktemp("teacher")
     model = DecoderConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
-    huggingface.save(directory, model, decoder.init(jax.random.key(7), model))
+    huggingface.save(directory, model, random_parameters(model))
     write_character_tokenizer(directory, CharacterTokenizer())
     return directory
 
