@@ -45,6 +45,8 @@ READY = b"ready\n"
 """Line that a process writes once it is ready."""
 
 logger = logging.getLogger(__name__)
+_reporting = threading.Lock()
+"""Held while a thread writes to the pipe for readiness, so that no other closes it meanwhile."""
 
 
 class RolePhase:
@@ -120,9 +122,10 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
     if number is None:
         return
     event(logger, "ready")
-    os.set_blocking(int(number), True)
-    with suppress(BrokenPipeError), os.fdopen(int(number), "wb") as pipe:  # the supervisor may be gone
-        pipe.write(READY)
+    with _reporting:
+        os.set_blocking(int(number), True)
+        with suppress(BrokenPipeError), os.fdopen(int(number), "wb") as pipe:  # the supervisor may be gone
+            pipe.write(READY)
 
 
 def announce_progress(what: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -131,12 +134,13 @@ def announce_progress(what: str, environment: Mapping[str, str] = os.environ) ->
     A full pipe drops the line, because it must not block this process.
     """
     beat()
-    number = environment.get(READY_VARIABLE)
-    if number is None:
-        return False
-    os.set_blocking(int(number), False)
-    with suppress(BlockingIOError, BrokenPipeError):
-        os.write(int(number), what.replace("\n", " ").encode() + b"\n")
+    with _reporting:
+        number = environment.get(READY_VARIABLE)
+        if number is None:
+            return False
+        os.set_blocking(int(number), False)
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(int(number), what.replace("\n", " ").encode() + b"\n")
     return True
 
 

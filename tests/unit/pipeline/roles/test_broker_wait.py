@@ -2,15 +2,20 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.roles import broker_wait
+from rollstream.pipeline.run.role_process import READY_VARIABLE, RolePhase
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
-from tests.support.waiting import LEAST_S
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.waiting import LEAST_S, eventually
 
 WAITS = "no broker answers yet: "
 
@@ -28,6 +33,32 @@ def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> 
     while not check():
         assert time.monotonic() < deadline, what
         supervisor.poll(0.1)  # raises RoleFailed at the first exit
+
+
+def test_a_supervisor_is_told_that_the_brokers_are_lost_again_before_a_role_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    phase, answers = RolePhase(), iter((True, True, False, False))
+    read, write = os.pipe()
+
+    def check(_kafka: KafkaConfig) -> None:
+        answered = next(answers, None)
+        if answered is None:
+            phase.ready()
+        if answered is False:
+            raise BrokerUnavailable("nobody is there")
+
+    monkeypatch.setenv(READY_VARIABLE, str(write))
+    monkeypatch.setattr(broker_wait, "PHASE", phase)
+    monkeypatch.setattr(broker_wait, "LOOK_S", 0.001)
+    monkeypatch.setattr(broker_wait.clients, "check_broker", check)
+    broker_wait.wait_for_broker(KafkaConfig())
+    eventually(
+        lambda: phase.name == "ready" and not [t for t in threading.enumerate() if t.name == "outages"], 60, "end"
+    )
+    os.close(write)
+    assert os.read(read, 1000) == 2 * f"{WAITS}nobody is there\n".encode()
+    os.close(read)
 
 
 @pytest.mark.long
