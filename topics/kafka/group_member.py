@@ -7,6 +7,7 @@ transactions commit the offsets.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, groups
+from rollstream.topics.kafka.bounded_calls import BoundedCalls
 from rollstream.topics.kafka.reader import Poller
 from rollstream.topics.kafka.records import COMMITTED
 from rollstream.topics.logs import event
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 15.0
 """How long a member is assigned no partition before it examines its group, and between two examinations."""
 _EXAMINATION_S = 5.0
-"""Timeout of an examination; the member does not poll meanwhile."""
+"""Timeout of the description of a group."""
 _END_S = 2.0
 """Timeout of the request for a partition's end; a rebalance waits for it."""
 Numbers = list[int]
@@ -69,6 +71,7 @@ class GroupMember(Poller):
         self._idle_s: float | None = None
         """When this member was assigned no partition, or last examined its group since; None if it owns a partition, or
         has no assignment."""
+        self._examination: Future[Any] | None = None
 
     def join(
         self,
@@ -117,9 +120,17 @@ class GroupMember(Poller):
 
     def _listen(self, messages: list[Message]) -> None:
         super()._listen(messages)
+        if self._examination is not None:
+            if self._examination.done():
+                examined, self._examination = self._examination, None
+                examined.result()
+            return
         idle = self._idle_s is not None and time.monotonic() - self._idle_s > _IDLE_S
         if idle and self._kafka.group_protocol == "classic":
-            self._have_unowned_assigned()
+            # On a thread of its own, because its requests may wait for brokers, and this member must go on polling.
+            calls = BoundedCalls()
+            self._examination = calls.submit(self._have_unowned_assigned)
+            calls.close()
             self._idle_s = time.monotonic()
 
     def _have_unowned_assigned(self) -> None:
@@ -134,6 +145,8 @@ class GroupMember(Poller):
             assignment = groups.group_assignment(self._kafka, self._group, self._topic, _EXAMINATION_S)
             if assignment is None or not assignment.unowned or assignment.idle[:1] != [self._instance]:
                 return
+            if self._idle_s is None:
+                return  # It has partitions by now.
             event(
                 logger,
                 "partitions_unowned",
