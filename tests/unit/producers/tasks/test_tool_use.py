@@ -1,18 +1,18 @@
 """Tool use: what the tools answer, and how an episode is scored against an address that speaks OpenAI's protocol."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.environment import Endpoint, Score
+from rollstream.producers.environment import Score
 from rollstream.producers.tasks.tool_loop import PolicyUnreachable
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.topics.errors import ConfigurationError
+from tests.support.scripted_endpoint import call as call_of
+from tests.support.scripted_endpoint import play
 
 BOTH = ToolUse(kinds=("calculator", "database"))
 
@@ -88,38 +88,13 @@ def test_the_share_that_is_demonstrated_is_right_and_the_rest_by_chance(demonstr
 
 def played(question: str, *answers: Any, **options: Any) -> Score:
     """Play one question against a server that gives these messages, or statuses and texts, in turn."""
-
-    async def run() -> Score:
-        script = iter(answers)
-
-        async def answer(request: web.Request) -> web.Response:
-            assert request.headers["Authorization"] == "Bearer key"
-            body = await request.json()
-            assert body["messages"][0] == {"role": "user", "content": question}
-            step = next(script)
-            if isinstance(step, tuple):
-                return web.Response(status=step[0], text=step[1])
-            return web.json_response({"choices": [{"message": {"role": "assistant", **step}}]})
-
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            environment = ToolUse(kinds=("calculator", "database"), **options)
-            prompts = {p.text: p for split in ("train", "heldout") for p in environment.prompts(split)}  # type: ignore[arg-type]
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-            return await environment.play(prompts[question], Endpoint(base_url=url, api_key="key", model="policy"))
-        finally:
-            await runner.cleanup()
-
-    return asyncio.run(run())
+    environment = ToolUse(kinds=("calculator", "database"), **options)
+    prompts = {p.text: p for split in ("train", "heldout") for p in environment.prompts(split)}  # type: ignore[arg-type]
+    return play(environment, prompts[question], *answers)[0]
 
 
 def call(expression: str) -> dict[str, Any]:
-    function = {"name": "calc", "arguments": json.dumps({"e": expression})}
-    return {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    return call_of("calc", e=expression)
 
 
 def test_the_right_call_and_the_right_answer_each_earn_half() -> None:
