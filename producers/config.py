@@ -344,6 +344,8 @@ class InferenceConfig:
     chat_template: str = ""
     """Chat template: the name of a renderer of the library `renderers`, such as qwen3 (extra chat), the path of a Jinja
     template, or plain. If empty, the checkpoint's own template is used, or plain if it has none."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, e.g. enable_thinking = false; a request's own chat_template_kwargs win."""
     api_key: str = ""
     """Bearer token that requests must carry, as a reference: env:NAME or file:PATH; none if empty. Workers also use it
     if worker.api_key is not set."""

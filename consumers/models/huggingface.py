@@ -33,6 +33,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """Files of a checkpoint that belong to its model whatever its parameters are."""
 _MAX_POSITIONS = "max_position_embeddings"
@@ -287,6 +288,7 @@ def copy_companions(source: Path | str, directory: Path | str) -> None:
     """Copy the files of a checkpoint that are named in COMPANIONS: tokenizer, generation settings."""
     for name in COMPANIONS:
         if (Path(source) / name).exists():
+            (Path(directory) / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / name, Path(directory) / name)
 
 

@@ -147,7 +147,9 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve until stopped."""
     config = replace(config, inference=config.inference.replica(args.ordinal))
     tokenizer = tokenizer_of(config.learner)
-    template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
+    template = chat_template(
+        config.inference.chat_template, tokenizer, config.learner.pretrained, config.inference.chat_template_kwargs
+    )
     wait_for_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)

@@ -54,7 +54,10 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
     if conversations:
         # Render the conversations as the inference server shows them to the policy.
         template = chat_template(
-            config.inference.chat_template, tokenizer_of(config.learner), config.learner.pretrained
+            config.inference.chat_template,
+            tokenizer_of(config.learner),
+            config.learner.pretrained,
+            config.inference.chat_template_kwargs,
         )
         examples += [
             masked_example(

@@ -165,11 +165,13 @@ def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tools_digest(body: Mapping[str, Any]) -> str:
-    """Return the digest of the tools that a prompt is rendered with; empty if there are none."""
-    tools = body.get("tools")
-    if not tools or body.get("tool_choice") == "none":
+    """Return the digest of the tools, and the template's variables, that a prompt is rendered with; empty if there are
+    none."""
+    tools = None if body.get("tool_choice") == "none" else body.get("tools")
+    rendered = [value for value in (tools, body.get("chat_template_kwargs")) if value]
+    if not rendered:
         return ""
-    return hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(rendered, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any] | None:

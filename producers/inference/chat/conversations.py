@@ -7,7 +7,8 @@ then not tokenised again. A changed history counts as a new conversation.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,16 @@ class ConversationMemory:
         self.tokens = 0
         """Tokens held."""
 
-    def add(self, session: str, messages: Sequence[Message], tools: Sequence[Tool], turn: SampledTurn) -> None:
+    def add(
+        self,
+        session: str,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any],
+        turn: SampledTurn,
+    ) -> None:
         """Remember a turn; the last of `messages` is its answer, as the client received it."""
-        key = _key(session, messages, tools)
+        key = _key(session, messages, tools, variables)
         self._forget(key)
         tokens = np.asarray([*turn.prompt, *turn.sampled], np.int32)
         self._turns[key] = (tokens, len(turn.prompt))
@@ -35,12 +43,14 @@ class ConversationMemory:
         while self.tokens > self._max_tokens:
             self._forget(next(iter(self._turns)))
 
-    def find(self, session: str, messages: Sequence[Message], tools: Sequence[Tool]) -> SampledTurn | None:
+    def find(
+        self, session: str, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]
+    ) -> SampledTurn | None:
         """Return the turn of the last answer of a conversation, if it is remembered."""
         last = last_answer(messages)
         if last is None:
             return None
-        key = _key(session, messages[:last], tools)
+        key = _key(session, messages[:last], tools, variables)
         if key not in self._turns:
             return None
         self._turns.move_to_end(key)
@@ -59,8 +69,8 @@ def last_answer(messages: Sequence[Message]) -> int | None:
     return last if last is not None and last < len(messages) else None
 
 
-def _key(session: str, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+def _key(session: str, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> bytes:
     # Ignore reasoning: clients rarely send it back, and the remembered tokens contain it.
     shown = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
-    conversation = json.dumps([session, list(tools), shown], sort_keys=True)
+    conversation = json.dumps([session, list(tools), variables, shown], sort_keys=True)
     return hashlib.blake2b(conversation.encode(), digest_size=16).digest()

@@ -1,9 +1,11 @@
 """Chat templates of the library `renderers`, which has code to render and continue chats of each model family."""
 
+import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool, ToolCall
 from rollstream.producers.inference.chat.template import TemplateRefused
@@ -37,10 +39,20 @@ class LibraryTemplate:
                 raise ValueError("name the renderer of the model's family, or leave the setting empty")
             # By default, a new question drops earlier reasoning, and sampled turns are rendered again without it.
             config = config.model_copy(update={"thinking_retention": "all"})
-            self._renderer = renderers.create_renderer(_LibraryTokenizer(tokenizer, name), config)
+            self._create = partial(renderers.create_renderer, _LibraryTokenizer(tokenizer, name), config)
+            self._renderer = self._create()
         except (ValueError, AssertionError, TypeError) as error:
             raise ConfigurationError(f"inference.chat_template is {name!r}: {error}") from error
+        self._variables: Mapping[str, Any] = {}
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """Return this template with the values of variables that its renderer knows."""
+        template = copy.copy(self)
+        with _refusals():
+            template._renderer = self._create(chat_template_kwargs={**self._variables, **variables})
+        template._variables = {**self._variables, **variables}
+        return template
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation."""

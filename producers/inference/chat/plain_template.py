@@ -5,10 +5,12 @@ turn, because no text is encoded as the end token.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from rollstream.producers.inference.chat import hermes
 from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
+from rollstream.producers.inference.chat.template import TemplateRefused
 from rollstream.producers.inference.token_codec import TokenCodec
 
 
@@ -20,6 +22,10 @@ class PlainTemplate:
     def __init__(self, tokenizer: TokenCodec) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = tuple(tokenizer.eos_ids)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """Refuse variables: this template has none."""
+        raise TemplateRefused(f"the plain chat template has no variable {min(variables)}; leave it out")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation. Tools become part of the system message."""

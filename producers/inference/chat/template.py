@@ -1,7 +1,7 @@
 """The protocol of chat templates: from a conversation to a prompt's tokens, from an answer's tokens to a message."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
 
 from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
 from rollstream.topics.errors import RollstreamError
@@ -21,6 +21,9 @@ class ChatTemplate(Protocol):
     @property
     def markers(self) -> Sequence[str]:
         """Texts that change the meaning of what comes before or after them, such as the beginning of a tool call."""
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Self:
+        """Return this template with the values of variables, at least one. Raises TemplateRefused for a bad one."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation, up to where the model's next turn begins.

@@ -36,7 +36,6 @@ from rollstream.topics.errors import RollstreamError
 _OFF = {
     **sampling_parameters.OFF,
     "response_format": ({"type": "text"},),
-    "chat_template_kwargs": ({},),
     "chat_template": ("",),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -50,6 +49,7 @@ _HARMLESS = sampling_parameters.HARMLESS | {
 _READ = {
     *sampling_parameters.READ, "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs",
     "top_logprobs", "stream", "stream_options", "return_tokens_as_token_ids", "previous_turn",
+    "chat_template_kwargs",
 }  # fmt: skip
 
 
@@ -60,6 +60,8 @@ class ChatRequest:
     sampling: SamplingRequest
     messages: Sequence[Message]
     tools: Sequence[Tool]
+    variables: Mapping[str, Any]
+    """Variables of the chat template."""
     session: str
     logprobs: bool
     tokens_as_ids: bool
@@ -95,7 +97,8 @@ class ChatCompletions(Dialect[ChatRequest]):
             )
         messages = parse_messages(body.get("messages"))
         tools = parse_tools(body.get("tools"), body.get("tool_choice"))
-        prompt = self.prompt_of(messages, tools, session, self._previous_turn(body))
+        variables = fields.mapping(body, "chat_template_kwargs")
+        prompt = self.prompt_of(messages, tools, session, self._previous_turn(body), variables)
         sampling_parameters.check_prompt(prompt, "messages", self.limits)
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         max_tokens = sampling_parameters.answer_limit(body, limit, len(prompt), self.limits)
@@ -103,6 +106,7 @@ class ChatCompletions(Dialect[ChatRequest]):
             sampling=SamplingRequest(prompts=[prompt], parameters=parameters, max_tokens=max_tokens),
             messages=messages,
             tools=tools,
+            variables=variables,
             session=session,
             logprobs=fields.flag(body, "logprobs"),
             tokens_as_ids=fields.flag(body, "return_tokens_as_token_ids"),
@@ -111,7 +115,12 @@ class ChatCompletions(Dialect[ChatRequest]):
         )
 
     def prompt_of(
-        self, messages: Sequence[Message], tools: Sequence[Tool], session: str, previous: SampledTurn | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        session: str,
+        previous: SampledTurn | None,
+        variables: Mapping[str, Any],
     ) -> list[int]:
         """Return the prompt of a conversation, continued from the tokens of its last turn if they are known.
 
@@ -120,14 +129,16 @@ class ChatCompletions(Dialect[ChatRequest]):
         known = last_answer(messages)
         if previous is not None and known is None:
             raise BadRequest("previous_turn is given, but no message follows an answer", "previous_turn")
-        turn = previous or self._memory.find(session, messages, tools)
+        with _refusals("chat_template_kwargs"):
+            template = self._template.with_variables(variables) if variables else self._template
+        turn = previous or self._memory.find(session, messages, tools, variables)
         if turn is not None and known is not None:
-            with _refusals():
-                prompt = self._template.extend(turn, messages, known, tools)
+            with _refusals("messages"):
+                prompt = template.extend(turn, messages, known, tools)
             if prompt is not None:
                 return prompt
-        with _refusals():
-            return self._template.render(messages, tools)
+        with _refusals("messages"):
+            return template.render(messages, tools)
 
     def answer(self, request: ChatRequest, choices: Sequence[SampledChoice], header: AnswerHeader) -> dict[str, Any]:
         """Return a chat.completion."""
@@ -206,7 +217,11 @@ class ChatCompletions(Dialect[ChatRequest]):
         message = self._message(request, choice)
         answer = parse_messages([message])
         self._memory.add(
-            request.session, [*request.messages, *answer], request.tools, SampledTurn(choice.prompt, choice.tokens)
+            request.session,
+            [*request.messages, *answer],
+            request.tools,
+            request.variables,
+            SampledTurn(choice.prompt, choice.tokens),
         )
 
     def _previous_turn(self, body: Mapping[str, Any]) -> SampledTurn | None:
@@ -260,11 +275,11 @@ class ChatCompletions(Dialect[ChatRequest]):
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(param: str) -> Iterator[None]:
     try:
         yield
     except (RollstreamError, ValueError) as error:
-        raise BadRequest(str(error), "messages") from error
+        raise BadRequest(str(error), param) from error
 
 
 def _calls(choice: SampledChoice, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

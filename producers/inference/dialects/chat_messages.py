@@ -9,6 +9,11 @@ from rollstream.producers.inference.dialects import fields
 from rollstream.producers.inference.dialects.refusals import BadRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXTS = {
+    **dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "reasoning_content"),
+    **{name: name for name in ("tool_call_id", "name")},
+}
+"""Optional texts of a message, each with the name under which templates read it."""
 
 
 def parse_messages(value: Any) -> list[Message]:
@@ -46,12 +51,12 @@ def _message(value: Any, place: str) -> Message:
         if not isinstance(calls, list):
             raise BadRequest(f"{place}.tool_calls must be a list", f"{place}.tool_calls")
         message["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    for name in ("reasoning_content", "tool_call_id", "name"):
+    for name, meaning in _TEXTS.items():
         text = value.get(name)
         if text is not None and not isinstance(text, str):
             raise BadRequest(f"{place}.{name} must be a string", f"{place}.{name}")
         if text:
-            message[name] = text
+            message.setdefault(meaning, text)
     return message
 
 

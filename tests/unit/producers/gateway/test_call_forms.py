@@ -62,9 +62,11 @@ def recorded(request: AgentRequest) -> ModelCall:
         ({"tools": tools("search")}, {"tools": tools("search"), "tool_choice": "none"}, False),
         ({"tools": tools("search")}, {}, False),
         ({}, {"tools": tools("search")}, False),
+        ({}, {"chat_template_kwargs": {}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, False),
     ],
 )
-def test_only_a_request_with_the_tools_of_a_call_continues_it(
+def test_only_a_request_with_the_tools_and_template_variables_of_a_call_continues_it(
     before: dict[str, Any], after: dict[str, Any], continued: bool
 ) -> None:
     known = CallSequences([recorded(chat(QUESTION, **before))])

@@ -9,11 +9,17 @@ import pytest
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
 from rollstream.producers.inference.chat import hermes
+from rollstream.producers.inference.chat.conversations import ConversationMemory
+from rollstream.producers.inference.chat.jinja_template import JinjaTemplate
 from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, call_object
 from rollstream.producers.inference.chat.selection import chat_template
-from rollstream.producers.inference.chat.template import ChatTemplate
-from rollstream.producers.inference.dialects.sampled_choices import held_back
+from rollstream.producers.inference.chat.template import ChatTemplate, TemplateRefused
+from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
+from rollstream.producers.inference.dialects.chat_messages import parse_messages
+from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, held_back
+from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from tests.support import chat_shapes
 from tests.support.checkpoints import CHAT_TOKENS, write_tokenizer
 
 QWEN = """\
@@ -183,3 +189,111 @@ def test_a_call_with_a_number_that_json_cannot_hold_is_text(number: str) -> None
     written = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
     message = hermes.parse(written)
     assert (message.tool_calls, message.content) == ((), written)
+
+
+class Letters(CharacterTokenizer):
+    """A tokenizer whose tokens are all characters of Unicode, so that a prompt is its text."""
+
+    eos_ids = (0,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def rendered(shape: chat_shapes.Shape, messages: list[Message], tools: list[Tool]) -> str | None:
+    sources = {"default": shape.source, **({"tool_use": shape.for_tools} if shape.for_tools else {})}
+    template = JinjaTemplate(Letters(), sources, chat_shapes.TOKENS).with_variables(shape.variables)
+    try:
+        return "".join(map(chr, template.render(parse_messages(messages), tools)))
+    except TemplateRefused:
+        return None
+
+
+@pytest.mark.parametrize("name", chat_shapes.SHAPES)
+def test_published_templates_render_as_recorded_from_transformers(name: str) -> None:
+    shape = chat_shapes.SHAPES[name]
+    actual = {title: rendered(shape, *chat) for title, chat in chat_shapes.CONVERSATIONS.items()}
+    assert actual == chat_shapes.recorded()[name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", chat_shapes.SHAPES)
+def test_what_is_recorded_from_transformers_is_what_it_renders(name: str) -> None:
+    shape = chat_shapes.SHAPES[name]
+    actual = {t: chat_shapes.rendered_by_transformers(shape, *chat) for t, chat in chat_shapes.CONVERSATIONS.items()}
+    assert actual == chat_shapes.recorded()[name]
+
+
+def test_an_answer_with_an_empty_text_beside_its_calls_is_one_with_null() -> None:
+    chat = chat_shapes.CONVERSATIONS["a call"]
+    messages = [{**message, "content": message["content"] or ""} for message in chat[0]]
+    assert rendered(chat_shapes.SHAPES["deepseek"], messages, chat[1]) == chat_shapes.recorded()["deepseek"]["a call"]
+
+
+def test_a_variable_of_the_setting_gives_way_to_that_of_a_request(tokenizer: TokenizerFile, tmp_path: Path) -> None:
+    file = tmp_path / "day.jinja"
+    file.write_text("{{ day }}")
+    template = chat_template(str(file), tokenizer, "", {"day": "Monday"})
+    assert tokenizer.decode(template.render([USER], ())) == "Monday"
+    assert tokenizer.decode(template.with_variables({"day": "May"}).render([USER], ())) == "May"
+    thinking = chat_template("qwen3", tokenizer, "").render([USER], ())
+    without = chat_template("qwen3", tokenizer, "", {"enable_thinking": False}).render([USER], ())
+    assert without == [*thinking, *tokenizer.encode("<think>\n\n</think>\n\n")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "message"),
+    [
+        ("plain", {"enable_thinking": False}, "no variable enable_thinking"),
+        ("qwen3", {"enable_thinkin": False}, "enable_thinkin"),
+        ("", {"messages": []}, "messages is no variable"),
+    ],
+)
+def test_a_variable_that_a_template_cannot_have_is_refused_by_name(
+    tokenizer: TokenizerFile, checkpoint: Path, setting: str, variables: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"inference\.chat_template_kwargs: .*{message}"):
+        chat_template(setting, tokenizer, str(checkpoint), variables)
+
+
+def test_the_files_of_a_checkpoint_win_over_the_templates_in_its_configuration(
+    checkpoint: Path, tokenizer: TokenizerFile, tmp_path: Path
+) -> None:
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+
+    def texts() -> list[str]:
+        template = chat_template("", tokenizer, str(tmp_path))
+        return [tokenizer.decode(template.render([USER], tools)) for tools in ([], TOOLS)]
+
+    assert texts() == ["old", "tools"]
+    (tmp_path / "chat_template.jinja").write_text("new")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("new tools")
+    assert texts() == ["new", "new tools"]
+
+
+def test_a_conversation_is_continued_only_under_the_same_variables_of_the_template() -> None:
+    source = "{{ mood }}{% for m in messages %}{{ m.content }}\0{% endfor %}"
+    limits = RequestLimits(max_model_len=100, max_rows=1, vocab_size=0x110000, truncated_sampling=False)
+    template = JinjaTemplate(Letters(), {"default": source}, {})
+    dialect = ChatCompletions(Letters(), limits, template, ConversationMemory(1000))
+
+    def prompt(*texts: str, mood: str | None) -> str:
+        roles = ("user", "assistant", "user")
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        variables = None if mood is None else {"mood": mood}
+        request = dialect.parse({"messages": messages, "chat_template_kwargs": variables}, "")
+        [tokens] = request.sampling.prompts
+        if len(texts) == 1:  # its tokens are not those of its text
+            choice = SampledChoice(
+                index=0, prompt=tokens, tokens=[*map(ord, "forty-two"), 0], logprobs=[-1.0] * 10, text="42",
+                finish_reason="stop", stop_reason=None, versions=(),
+            )  # fmt: skip
+            dialect.remember(request, choice)
+        return "".join(map(chr, tokens))
+
+    assert prompt("ask", mood="calm ") == "calm ask\0"
+    assert prompt("ask", "42", "on", mood="calm ") == "calm ask\0forty-two\0on\0"
+    assert prompt("ask", "42", "on", mood="wild ") == "wild ask\x0042\0on\0"
+    assert prompt("ask", "42", "on", mood=None) == "ask\x0042\0on\0"
