@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.pipeline.run.component_metrics import NewestMetrics
+from rollstream.pipeline.run.flat_environments import FlatEnvironments
 from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
 from rollstream.pipeline.run.observed_log import ObservedLog, TopicLog
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
@@ -97,7 +98,7 @@ class RunObserver:
             self._metrics: Metrics,
         }
         self._paused: dict[int, PausedPartition] = {}
-        self._wanted = DesiredState()
+        self._wanted, self._flat = DesiredState(), FlatEnvironments()
         self._foreign = SkippedRecords(logged=False)
         """Invalid records of `control`; the roles that read this topic count them, so `skipped` does not."""
         self._log: ObservedLog = log or TopicLog(kafka, run)
@@ -173,12 +174,14 @@ class RunObserver:
         snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
         history = sum(end - low for low, end in self._history.values())
         labeling = self._labeling.state if self._labeling else LabelingState()
+        flat = () if self.history_left else self._flat.look(self._statistics.counts, snapshot.policy_version)
         snapshot = replace(
             snapshot,
             history=history,
             history_left=self.history_left,
             paused=tuple(sorted(self._paused)),
             paused_environments=tuple(sorted(self._wanted.paused)),
+            flat_environments=flat,
             wanted=self._wanted.numbers,
             components=self._components.at(now_ms / 1000),
             waiting_for_labels=labeling.waiting,

@@ -84,6 +84,8 @@ class RunSnapshot(RecordCounts):
     """Partitions of `rollouts` that an operator has paused."""
     paused_environments: tuple[str, ...] = ()
     """Environments that an operator has paused."""
+    flat_environments: tuple[str, ...] = ()
+    """Environments whose every group was dropped for equal rewards, for `FLAT_VERSIONS` policy versions."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()

@@ -7,6 +7,7 @@ import logging
 import math
 
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.flat_environments import FLAT_VERSIONS
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.topics.logs import event
 from rollstream.topics.metric_values import VALUES
@@ -33,6 +34,7 @@ class StallWatch:
         self._labeled = -math.inf, 0
         """Time when labelers last read a record, and how many they had read then."""
         self._stage = ""
+        self._flat: frozenset[str] = frozenset()
 
     def look(self, now: RunSnapshot, time_s: float) -> list[str]:
         """Return the lines to show now, usually none. `time_s` is the time of a monotonic clock."""
@@ -41,7 +43,7 @@ class StallWatch:
             return []  # until the history is read, counts describe the past
         if now.read_by_labelers != self._labeled[1]:
             self._labeled = time_s, now.read_by_labelers
-        lines = self._of_stage(now)
+        lines = [*self._of_stage(now), *self._of_flat(now)]
         for count in ("batches", "step"):
             since_s, then = self._since.setdefault(count, (time_s, now))
             if getattr(now, count) != getattr(then, count):
@@ -68,6 +70,19 @@ class StallWatch:
         where = {"run": run, "stage": self._stage, "reason": now.stalled, "step": now.step}
         event(logger, "run_stalled", level=logging.WARNING, **where)
         return [f"warning: no step was made for long: look at {self._stage}: {now.stalled}"]
+
+    def _of_flat(self, now: RunSnapshot) -> list[str]:
+        """Return a line for each environment that begins to teach nothing, or teaches again."""
+        before, self._flat = self._flat, frozenset(now.flat_environments)
+        lines = []
+        for name in sorted(self._flat - before):
+            event(logger, "environment_flat", level=logging.WARNING, run=now.run, environment=name, step=now.step)
+            lines.append(
+                f"warning: environment {name} teaches nothing: for {FLAT_VERSIONS} policy versions, the rewards of "
+                f"each of its groups were equal (zero_variance); look at its rewards, change its difficulty, or run "
+                f"`rollstream steer environment pause {name}`"
+            )
+        return lines + [f"environment {name} teaches again" for name in sorted(before - self._flat)]
 
     def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot, time_s: float) -> str:
         dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}

@@ -29,8 +29,8 @@ def test_programs_find_the_names_they_know() -> None:
         "dead_lettered", "control", "in_flight", "unread", "waiting", "step", "policy_version", "policy_age_s",
         "sampled_version", "rollouts_per_s", "read_per_s", "batches_per_s", "steps_per_s", "policies_per_s", "reward",
         "exact", "rewards", "exacts", "staleness", "records_skipped", "history", "history_left", "waiting_for_labels",
-        "read_by_labelers", "paused", "paused_environments", "wanted", "components",
-        "stalled_stage", "stalled", "configuration", "quiet",
+        "read_by_labelers", "paused", "paused_environments", "flat_environments", "wanted",
+        "components", "stalled_stage", "stalled", "configuration", "quiet",
     ]
     assert Ledger().as_dict().keys() == {
         "balanced", "tokens", "produced", "rollouts", "batched", "batches", "trained", "skipped", "skipped_as", "steps",

@@ -126,3 +126,18 @@ def test_nothing_is_said_of_a_run_whose_past_is_still_being_read() -> None:
     assert [line for second in range(300) for line in watch.look(past, float(second))] == []
     assert watch.look(THEN, 300.0) == []
     assert len(watch.look(THEN, 300.0 + STILL_S)) == 2
+
+
+def test_an_environment_that_teaches_nothing_is_named_once_and_again_when_it_teaches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = StallWatch(CONFIG)
+    flat = replace(THEN, flat_environments=("easy",))
+    assert watch.look(replace(flat, history_left=1), 100.0) == []
+    [line] = watch.look(flat, 101.0)
+    assert line.startswith("warning: environment easy teaches nothing: for 20 policy versions, the rewards of each of")
+    assert "`rollstream steer environment pause easy`" in line
+    assert watch.look(flat, 102.0) == []
+    assert watch.look(THEN, 103.0) == ["environment easy teaches again"]
+    assert len(watch.look(flat, 104.0)) == 1
+    assert [r.getMessage() for r in caplog.records].count("environment_flat") == 2
