@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rollstream.consumers.archive.archiver import archived_record
-from rollstream.consumers.archive.restorer import PartitionCursor, TopicFiller
+from rollstream.consumers.archive.manifest import newest
+from rollstream.consumers.archive.restorer import PartitionCursor, TopicFiller, restore
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import encode
-from rollstream.topics.config import RegistryConfig
+from rollstream.topics.config import RegistryConfig, TopicsConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from tests.simulation.installation import World, installed
+from tests.support.archived_run import archive_run
 from tests.support.archiving import StoppingStore
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 
@@ -102,3 +106,17 @@ def test_values_are_restored_as_they_were_archived_although_the_settings_name_a_
     with pytest.raises(StateRefused, match="stamps records"):  # The brokers of the model do, whatever the topic.
         world.result_of(fill)
     assert [entry.value for entry in run.log("evals").entries] == [value]
+
+
+def test_a_record_that_is_written_into_a_run_while_it_is_restored_is_named(world: World, tmp_path: Path) -> None:
+    archive_run(tmp_path, steps=1)
+    store, cluster = open_store(str(tmp_path)), world.begin()
+    manifest = newest(store, "main")
+    assert manifest is not None
+
+    def write(done: int, everything: int) -> None:
+        if done == everything:
+            cluster.append(("again.rollouts", 0), b"key", encode(example_rollout("other")), [], (-1000, 0), 0)
+
+    with pytest.raises(StateRefused, match=r"again\.rollouts\[0\] ends at offset 9 but is archived up to 8"):
+        world.result_of(lambda: restore(KAFKA, TopicsConfig(), store, manifest, "again", write))
