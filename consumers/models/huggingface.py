@@ -18,7 +18,7 @@ from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import write_bytes
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models.config import DecoderConfig, manifest_model
-from rollstream.consumers.models.parameters import HEAD, base_shapes
+from rollstream.consumers.models.parameters import EMBEDDING, HEAD, base_shapes
 from rollstream.topics.errors import ConfigurationError
 
 CONFIG = "config.json"
@@ -201,16 +201,22 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
     """Load the parameters of a checkpoint by name, in their stored dtype: read-only views of its files.
 
     `config` defaults to the config.json of the directory. Raises CheckpointRefused, which names missing, unknown and
-    misshapen tensors, unless the tensors are exactly the decoder's; a head is ignored if the embedding is tied.
+    misshapen tensors, unless the tensors are exactly the decoder's; beside a tied embedding, an equal head is ignored.
     """
     directory = Path(directory)
     wanted = base_shapes(config or load_config(directory))
     stored: dict[str, NDArray[Any]] = {}
     for path in checkpoint_files(directory):
         stored |= safetensors_files.read(path)
-    ignored = {name for name in stored if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
+    ignored = {name for name in stored if name.endswith(_NEVER_USED)}
+    head = None if HEAD in wanted else stored.pop(HEAD, None)
     stored = {name: array for name, array in stored.items() if name not in ignored}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
+    if head is not None and EMBEDDING in stored and not np.array_equal(head, stored[EMBEDDING]):
+        problems.append(
+            f"{HEAD} differs from {EMBEDDING}, although tie_word_embeddings is true; set it to false in {CONFIG}, or "
+            "save the model without the head"
+        )
     problems += [f"{name} is not a tensor of the model" for name in sorted(set(stored) - set(wanted))]
     problems += [
         f"{name} has shape {list(array.shape)}, not {list(wanted[name])}"

@@ -138,7 +138,7 @@ def server_request(
     If `sampling` is agent, the agent's parameters stay, and only missing ones are set. Otherwise, raises RecordError
     for a constraint on the answer's form.
     """
-    body = dict(request.body)
+    body = {name: value for name, value in request.body.items() if value is not None}
     body["model"] = model
     body["return_token_ids"] = True
     if request.route == "chat/completions":

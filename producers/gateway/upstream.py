@@ -21,7 +21,7 @@ import aiohttp
 from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import has_aborted_choice, refusal_of
-from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
 from rollstream.producers.inference.replicas import Replica, ReplicaSet
 from rollstream.producers.inference.requests import ENGINE_NEUTRAL, LABEL_ROUTES, listed_models
 from rollstream.producers.inference.retries import (
@@ -45,6 +45,9 @@ _ASK_PAUSED_S = 0.05
 _UNNAMED = "default"
 """Default label of weights in vLLM and SGLang."""
 _NO_ANSWER = "no answer in time"
+_FILLS = ("/chat/completions",)
+"""Routes whose answers fill the context if a request sets none of _LIMITS."""
+_LIMITS = {"max_tokens", "max_completion_tokens"}
 
 
 PreviousTurn = Callable[[], dict[str, Any] | None]
@@ -297,7 +300,13 @@ class Upstream:
                     faults += is_fault(answer.status)
                     again = answer.status in RETRIED_STATUS or (is_fault(answer.status) and faults < MOST_FAULTS)
                     if not again:
-                        raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
+                        refusal = refusal_of(answer.status, text, source=url)
+                        if isinstance(refusal, ContextTooLong) and path in _FILLS and _LIMITS & body.keys():
+                            # The prompt alone may fit. Without a limit the answer gets the remaining room.
+                            body = {name: value for name, value in body.items() if name not in _LIMITS}
+                            sent = False  # nothing failed
+                            continue
+                        raise UpstreamRefused(answer.status, text, refusal)
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
                     asked_s = retry_after_s(answer.headers.get("Retry-After"))
             except Busy as error:

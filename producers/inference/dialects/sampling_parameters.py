@@ -82,13 +82,14 @@ class SamplingRequest:
 def check_names(
     body: Mapping[str, Any], read: set[str], off: Mapping[str, tuple[Any, ...]] = OFF, harmless: set[str] = HARMLESS
 ) -> None:
-    """Raise BadRequest for an unknown field, or for an unsupported field whose value does not turn it off."""
+    """Raise BadRequest for an unknown field, or for an unsupported field whose value does not turn it off; null is as
+    good as absent."""
     for name, value in body.items():
-        if name in read or name in harmless:
+        if value is None or name in read or name in harmless:
             continue
         if name not in off:
             raise BadRequest(f"unrecognized request argument supplied: {fields.shown(name)}", name)
-        if value is not None and value not in off[name]:
+        if value not in off[name]:
             raise BadRequest(
                 f"{name}={fields.shown(value)} is not supported here; leave it out, or set it to {off[name][0]!r}", name
             )
@@ -148,14 +149,7 @@ def check_prompt(prompt: Sequence[int], param: str, limits: RequestLimits) -> No
 def answer_limit(
     body: Mapping[str, Any], name: str, prompt_tokens: int, limits: RequestLimits, *, default: int | None = None
 ) -> int:
-    """Return the token limit of an answer: the field `name`, else `default`, else all that the context has room for."""
+    """Return the token limit of an answer: the field `name`, else `default`, but at most what the context has room
+    for."""
     room = limits.max_model_len - prompt_tokens
-    max_tokens = fields.integer(body, name, room if default is None else min(default, room), least=1)
-    if max_tokens > room:
-        raise BadRequest(
-            f"{name}={fields.shown(max_tokens)} does not fit after a prompt of {prompt_tokens} tokens; both together "
-            f"may have {limits.max_model_len} here: shorten them, or raise inference.max_model_len",
-            name,
-            code=CONTEXT_TOO_LONG,
-        )
-    return max_tokens
+    return min(room, fields.integer(body, name, room if default is None else default, least=1))

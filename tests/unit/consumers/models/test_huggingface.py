@@ -131,12 +131,17 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     assert "model.norm.weight has shape [9], not [8]" in str(refusal.value)
 
 
-def test_a_head_stored_beside_a_tied_embedding_is_ignored(tmp_path: Path) -> None:
+def test_a_head_beside_a_tied_embedding_is_ignored_if_it_is_equal_and_else_refused(tmp_path: Path) -> None:
     params = random_parameters(SMALL)
     huggingface.write_json(tmp_path / huggingface.CONFIG, huggingface.config_json(SMALL))
     stored = {**params, "lm_head.weight": params["model.embed_tokens.weight"]}
     huggingface.safetensors_files.write(tmp_path / huggingface.SINGLE, stored)
     assert list(huggingface.load(tmp_path)) == list(params)
+
+    stored["lm_head.weight"] = stored["lm_head.weight"] + np.eye(11, 8, dtype=np.float32)
+    huggingface.safetensors_files.write(tmp_path / huggingface.SINGLE, stored)
+    with pytest.raises(CheckpointRefused, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.*to false"):
+        huggingface.load(tmp_path)
 
 
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -196,12 +196,12 @@ def test_parameters_at_their_neutral_values_are_trained_on() -> None:
     assert sampling_params(recorded_sampling(CHAT, body), 0.5) == SamplingParams(temperature=1.0)
 
 
-@pytest.mark.parametrize("fields", [{}, dict.fromkeys(["temperature", "top_p", "top_k", "frequency_penalty"])])
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(["temperature", "top_p", "top_k", "n", "top_logprobs", "stop"])])
 def test_a_call_without_parameters_is_sent_with_those_that_its_record_shows(fields: dict[str, Any]) -> None:
     body = server_request(chat(QUESTION, **fields), model="m", temperature=0.7, sampling="agent")
     sent = {name: body[name] for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")}
     assert sent == {"temperature": 0.7, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    assert "top_k" not in body
+    assert None not in body.values()
     assert recorded_sampling(CHAT, body) == {**{name: str(value) for name, value in sent.items()}, "tools": ""}
     assert sampling_params(recorded_sampling(CHAT, body), 1.0) == SamplingParams(temperature=0.7)
 

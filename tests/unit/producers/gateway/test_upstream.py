@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
 from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.records import PolicyManifest
 from tests.support.producing import serving_http
@@ -325,3 +325,26 @@ def test_a_call_at_which_every_server_fails_is_given_up_long_before_its_deadline
 
 async def ask_once(upstream: Upstream) -> None:
     await upstream.call("s", "/chat/completions", {"n": 1})
+
+
+class Strict(Server):
+    """Refuses a call whose limit does not fit after its prompt, as vLLM does."""
+
+    async def __call__(self, http: web.Request) -> web.Response:
+        if http.method == "POST" and ({"max_tokens", "max_completion_tokens", "too_long"} & (await http.json()).keys()):
+            self.bodies.append(await http.json())
+            return web.Response(status=400, text="This model's maximum context length is 64 tokens.")
+        return await super().__call__(http)
+
+
+def test_a_limit_that_does_not_fit_after_the_prompt_is_left_out_and_only_a_long_prompt_is_refused() -> None:
+    server = Strict("vllm")
+    _upstream, answer = asked(server, max_tokens=4096, max_completion_tokens=4096)
+    assert answer.body == {"choices": []}
+    assert [sorted({"max_tokens", "max_completion_tokens"} & body.keys()) for body in server.bodies] == [
+        ["max_completion_tokens", "max_tokens"],
+        [],
+    ]
+    with pytest.raises(UpstreamRefused) as refused:
+        asked(Strict("vllm"), max_tokens=4096, too_long=True)
+    assert isinstance(refused.value.cause, ContextTooLong)

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import completion_create_params as text_create_params
+from openai.types.chat import completion_create_params
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.inference.answers import Dialect, samples_of
+from rollstream.producers.inference.chat.conversations import ConversationMemory
+from rollstream.producers.inference.chat.plain_template import PlainTemplate
+from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
+from rollstream.producers.inference.dialects.completions import Completions
+from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits
 from rollstream.producers.inference.server import InferenceServer
 from tests.support.producing import CountingCodec, ScriptedGenerator, SortedRow, serving
 from tests.support.waiting import eventually
@@ -202,3 +209,29 @@ def test_bytes_that_are_no_request_are_refused(server: InferenceServer, path: st
     status, answer = post(server.url + path, body, **{"Content-Type": "application/json; charset=nonsense"})
     assert status == 400
     assert json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_larger_than_the_context_is_cut_to_its_room(name: str) -> None:
+    tokenizer = CharacterTokenizer()
+    limits = RequestLimits(max_model_len=40, max_rows=8, vocab_size=tokenizer.vocab_size, truncated_sampling=False)
+    chat = ChatCompletions(tokenizer, limits, PlainTemplate(tokenizer), ConversationMemory(1000))
+    assert chat.parse({**ASKED["chat"], name: 3000}, "").sampling.max_tokens == 40 - len(PROMPT)
+    assert chat.parse({**ASKED["chat"], name: 3}, "").sampling.max_tokens == 3
+    completions = Completions(tokenizer, limits)
+    assert completions.parse({"prompt": PROMPT, "max_tokens": 3000}, "").sampling.max_tokens == 40 - len(PROMPT)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_every_optional_field_may_be_null(dialect: str) -> None:
+    tokenizer = CharacterTokenizer()
+    limits = RequestLimits(max_model_len=100, max_rows=8, vocab_size=tokenizer.vocab_size, truncated_sampling=False)
+    chat = ChatCompletions(tokenizer, limits, PlainTemplate(tokenizer), ConversationMemory(1000))
+    parser: Any = chat if dialect == "chat" else Completions(tokenizer, limits)
+    needed = {name: ASKED[dialect][name] for name in ("messages", "prompt") if name in ASKED[dialect]}
+    of_openai = completion_create_params if dialect == "chat" else text_create_params
+    own = {"top_k", "min_p", "stop_token_ids", "return_token_ids", "chat_template_kwargs", "previous_turn", "best_of"}
+    fields = own | of_openai.CompletionCreateParamsNonStreaming.__annotations__.keys() - {"messages", "prompt"}
+    assert {"stop", "logprobs", "max_tokens", "stream", "suffix" if dialect == "completions" else "tools"} <= fields
+    for name in sorted(fields):
+        assert parser.parse({**needed, name: None}, "") == parser.parse(needed, ""), name
