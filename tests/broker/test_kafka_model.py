@@ -17,7 +17,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, groups, open_transactions, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
-from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.kafka.records import BEGINNING, GroupPosition
 from rollstream.topics.kafka.transaction_errors import decide
 from tests.simulation.cluster import Cluster
 from tests.simulation.installation import World, installed
@@ -357,7 +357,54 @@ def waits_for_open_transactions(stage: Stage) -> None:
     stage.notes.append(open_transactions.undecided(stage.kafka, stage.topic))
 
 
+def forgets_records_and_groups(stage: Stage) -> None:
+    """Deletions that a compacted topic and a group with members refuse, and where a partition begins after one."""
+    client, compacted = clients.admin(stage.kafka), f"{stage.topic}.compacted"
+    topic = NewTopic(compacted, 1, 1, config={"cleanup.policy": "compact"})
+    client.create_topics([topic], operation_timeout=60)[compacted].result(60)
+    producer = clients.producer(stage.kafka)
+    for name in (compacted, stage.topic):
+        producer.produce(name, b"a", b"key", 0)
+    producer.flush(60)
+
+    def note(answer: Callable[[], Any]) -> None:
+        try:
+            stage.notes.append(answer())
+        except KafkaException as error:
+            stage.notes.append(error.args[0].name())
+
+    for place in (TopicPartition(compacted, 0, 1), TopicPartition(stage.topic, 0, 1)):
+        note(lambda place=place: client.delete_records([place])[place].result(60).low_watermark)  # type: ignore[misc]
+    with Reader(stage.kafka, group=stage.group) as reader:
+        reader.commit([GroupPosition(stage.topic, 0, 1)], "committing")
+    for expected in (1, -1001):
+        with Reader(stage.kafka, group=stage.group) as reader:
+            stage.notes.append(reader.committed(stage.topic, [0], "asking")[0].offset == expected)
+        note(client.delete_consumer_groups([stage.group])[stage.group].result)
+    first = stage.member("first")
+    stage.turn(lambda: first.assigned is not None)
+    note(client.delete_consumer_groups([stage.group])[stage.group].result)
+
+
+def fills_its_queue(stage: Stage) -> None:
+    """Records that wait for others, in a queue that has room for two."""
+    producer = clients.producer(stage.kafka, **{"queue.buffering.max.messages": 2, "linger.ms": 60_000})
+    for number in range(4):
+        try:
+            producer.produce(stage.topic, b"%d" % number, b"key", 0)
+        except BufferError:
+            stage.notes.append(number)
+            producer.poll(0.1)
+    stage.notes.append(len(producer))
+    producer.flush(60)
+    producer.produce(stage.topic, b"last", b"key", 0)
+    producer.flush(60)
+    stage.look()
+
+
 SCRIPTS = (
+    forgets_records_and_groups,
+    fills_its_queue,
     is_administered,
     writes_by_key_and_deletes,
     lists_its_groups,

@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -72,3 +73,14 @@ def test_the_command_says_what_is_missing_in_one_line(config: RunConfig, real_ru
     assert answer.returncode == 2
     assert re.search(r"group does not start: after 1 s topics \S+batch-index, .* are missing", answer.stderr)
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("role", ["group", "learn", "infer", "env"])
+def test_a_role_of_a_run_without_topics_ends_with_one_line_and_the_remedy(real_run: RealRun, role: str) -> None:
+    # A name that resembles that of an existing run would get a question instead.
+    run = replace(real_run, name="unlike-any-other")
+    process = run.start(role)
+    assert process.wait(300) == 2
+    [line] = [line for line in run.log_of(process).splitlines() if not line.startswith("{")]
+    assert line.startswith("rollstream: topic unlike-any-other.")
+    assert "rollstream topics apply" in line

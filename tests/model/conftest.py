@@ -10,6 +10,8 @@ from tests.simulation.threads import virtual_threads
 from tests.support.run_fixtures import _compile_once, compiled, kafka, real_run, run  # noqa: F401
 
 _MOST_STEPS = 3_000_000
+_MARKER_S, _CONNECT_S = 0.02, 0.03
+"""As on a broker without faults: a client that connects after a commit sees what was committed."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,7 +29,8 @@ def broker(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.getfixturevalue("real_broker")
         return
     world = World()
-    world.begin(most_steps=_MOST_STEPS)
+    world.begin(most_steps=_MOST_STEPS).slow_marker_s = _MARKER_S
+    world.connect_s = _CONNECT_S
     with installed(world), virtual_threads(world), modelled_roles(world):
         try:
             yield MODEL

@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TypeVar
 
+from confluent_kafka import TIMESTAMP_CREATE_TIME, TIMESTAMP_LOG_APPEND_TIME
+
 from tests.simulation.group_coordinator import Group
 from tests.simulation.partition_log import PartitionLog, Refusal
 from tests.simulation.scheduler import Crashed, Process, Scheduler
@@ -48,6 +50,8 @@ class Cluster:
         """Settings of topics."""
         self.groups: dict[str, Group] = defaultdict(Group)
         self.transactions = TransactionCoordinator(self._send_marker)
+        self.slow_marker_s = 2.0
+        """How long a marker takes that a follower delays."""
         self.producers = 0
         """Number of producers so far, for the ids of those without a transactional id."""
         self.changed_s = scheduler.now_s
@@ -66,6 +70,11 @@ class Cluster:
         del self.settings[topic][setting]
         if setting in _DEFAULTS:
             self.settings[topic][setting] = _DEFAULTS[setting]
+
+    def stamp(self, topic: str) -> int:
+        """Whose time the records of a topic have, as clients tell it."""
+        stamped = self.settings[topic]["message.timestamp.type"] == "LogAppendTime"
+        return TIMESTAMP_LOG_APPEND_TIME if stamped else TIMESTAMP_CREATE_TIME
 
     def log(self, place: Place) -> PartitionLog:
         """The log of a partition."""
@@ -108,7 +117,7 @@ class Cluster:
         if transactional:
             self.transactions.check_open(producer, place)
         self.changed_s = self.scheduler.now_s
-        stamped = self.settings[place[0]]["message.timestamp.type"] == "LogAppendTime"
+        stamped = self.stamp(place[0]) == TIMESTAMP_LOG_APPEND_TIME
         at_ms = self.now_ms if stamped or not created_ms else created_ms
         return self.log(place).append(at_ms, key, value, headers, producer, sequence, transactional=transactional)
 
@@ -116,7 +125,7 @@ class Cluster:
         # Markers are written one by one; a slow follower delays one by seconds.
         rng = self.scheduler.rng
         self.scheduler.later(
-            rng.choice((0.0, 0.0, 0.002, 0.01, 0.01, 2.0 if rng.random() < 0.1 else 0.02)),
+            rng.choice((0.0, 0.0, 0.002, 0.01, 0.01, self.slow_marker_s if rng.random() < 0.1 else 0.02)),
             lambda: self._mark(state, target, commit),
         )
 

@@ -32,6 +32,8 @@ class World:
     """The cluster of the schedule that runs now."""
 
     cluster: Cluster
+    connect_s = 0.0
+    """How long a client takes to connect."""
 
     def begin(self, seed: int = 0, most_steps: int = 60_000) -> Cluster:
         """Put an empty cluster in place."""
@@ -55,6 +57,8 @@ class World:
 
     def client(self, kind: Callable[[dict[str, Any]], Any], settings: dict[str, Any]) -> Any:
         """Build a client as `clients` asks for it."""
+        if self.connect_s:
+            self.scheduler.sleep(self.connect_s)
         if isinstance(kind, type) and issubclass(kind, Producer):
             return ModelProducer(self.cluster, settings)
         if kind is Consumer:

@@ -72,6 +72,12 @@ class ListedOffset(NamedTuple):
     timestamp: int = -1
 
 
+class DeletedRecords(NamedTuple):
+    """Where a partition begins after a deletion."""
+
+    low_watermark: int
+
+
 class GroupListing(NamedTuple):
     """One group in a list."""
 
@@ -216,16 +222,19 @@ class ModelAdmin:
 
     def delete_records(
         self, places: Iterable[TopicPartition], **_limits: float
-    ) -> dict[TopicPartition, "Future[Description]"]:
+    ) -> dict[TopicPartition, "Future[DeletedRecords]"]:
         answers = {}
         for place in places:
+            if self._cluster.settings[place.topic]["cleanup.policy"] == "compact":
+                answers[place] = _refused(KafkaError.POLICY_VIOLATION)
+                continue
             log = self._cluster.log((place.topic, place.partition))
             offset = log.stable if place.offset == OFFSET_END else place.offset
             if offset > log.stable:
                 answers[place] = _refused(KafkaError.OFFSET_OUT_OF_RANGE)
                 continue
             log.begin = max(log.begin, offset)
-            answers[place] = _done(None)
+            answers[place] = _done(DeletedRecords(log.begin))
         return answers
 
     # ------------------------------------------------------------------ groups
@@ -241,7 +250,10 @@ class ModelAdmin:
         return {name: self._without(name) for name in names}
 
     def _without(self, name: str) -> "Future[None]":
-        if self._cluster.groups[name].members:
+        group = self._cluster.groups.get(name)
+        if group is None or not (group.generation or group.offsets):
+            return _refused(KafkaError.GROUP_ID_NOT_FOUND)
+        if group.members:
             return _refused(KafkaError.NON_EMPTY_GROUP)
         del self._cluster.groups[name]
         return _done(None)

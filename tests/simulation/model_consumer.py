@@ -11,7 +11,6 @@ from confluent_kafka import (
     OFFSET_BEGINNING,
     OFFSET_END,
     OFFSET_INVALID,
-    TIMESTAMP_CREATE_TIME,
     TIMESTAMP_LOG_APPEND_TIME,
     KafkaError,
     KafkaException,
@@ -208,8 +207,7 @@ class ModelConsumer:
                 messages.append(ModelMessage(place, at, error=KafkaError._AUTO_OFFSET_RESET))
                 continue
             entries, self._positions[place] = log.visible(at, room, self._committed_only, self._piece_bytes)
-            stamped = self._cluster.settings[place[0]]["message.timestamp.type"] == "LogAppendTime"
-            stamp = TIMESTAMP_LOG_APPEND_TIME if stamped else TIMESTAMP_CREATE_TIME
+            stamp = self._cluster.stamp(place[0])
             messages += [ModelMessage(place, entry.offset, entry, stamp=stamp) for entry in entries]
             end = self._positions[place]
             if end >= self._stop(place) and self._told_end.get(place) != end and len(messages) < most:

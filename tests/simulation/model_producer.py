@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException, TopicPartition
 
 from rollstream.topics.kafka.records import size_of
 from rollstream.topics.keys import partition_of
@@ -32,6 +32,7 @@ class Delivered:
     place: Place
     at: int
     timestamp_ms: int
+    stamp: int = TIMESTAMP_NOT_AVAILABLE
 
     def partition(self) -> int:
         return self.place[1]
@@ -40,7 +41,7 @@ class Delivered:
         return self.at
 
     def timestamp(self) -> tuple[int, int]:
-        return TIMESTAMP_LOG_APPEND_TIME, self.timestamp_ms
+        return self.stamp, self.timestamp_ms
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class ModelProducer:
         self._timeout_s = float(settings.get("transaction.timeout.ms", 60_000)) / 1000
         self._most_bytes = int(settings.get("message.max.bytes", 1_000_000))
         self._delivery_s = float(settings.get("delivery.timeout.ms", 120_000)) / 1000
+        self._linger_s = float(settings.get("linger.ms", 5)) / 1000
+        self._most_queued = int(settings.get("queue.buffering.max.messages", 100_000))
         self._queue: list[_Queued] = []
         cluster.producers += 1
         self._producer = (-cluster.producers, 0)
@@ -101,6 +104,8 @@ class ModelProducer:
         place = topic, self._partition(topic, key) if partition < 0 else partition
         if size_of(key, value, tuple(encoded)) > self._most_bytes:
             raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
+        if len(self._queue) >= self._most_queued:
+            raise BufferError("Local: Queue full")
         created_ms = timestamp or self._cluster.now_ms
         self._queue.append(_Queued(place, key, value, encoded, on_delivery, self._scheduler.now_s, created_ms))
 
@@ -113,6 +118,10 @@ class ModelProducer:
 
     def poll(self, timeout: float = 0) -> int:
         self._link.check()
+        lingers_s = self._queue[0].since_s + self._linger_s - self._scheduler.now_s if self._queue else 0.0
+        if self._linger_s > _SENT_WITHIN_S and lingers_s > max(0.0, timeout):
+            self._scheduler.sleep(max(0.0, timeout))
+            return 0
         # The client sends on threads of its own: now or soon, and whenever the caller waits.
         if timeout > 0:
             self._send_all(self._until(timeout))
@@ -182,7 +191,7 @@ class ModelProducer:
         for queued, offset in zip(batch, offsets, strict=True):
             if queued.report is not None:
                 stamp_ms = self._cluster.log(place).entries[offset].timestamp_ms
-                queued.report(None, Delivered(place, offset, stamp_ms))
+                queued.report(None, Delivered(place, offset, stamp_ms, self._cluster.stamp(place[0])))
 
     def _fail(self, batch: Sequence[_Queued], error: KafkaError) -> None:
         self._error = self._error or error

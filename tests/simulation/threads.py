@@ -1,6 +1,7 @@
 """Threads, locks, queues and event loops of our modules, as actors in virtual time.
 
-Only modules of rollstream and of tests get them: libraries keep their own threads, which do not use Kafka.
+Modules of rollstream and of tests get them, those too that are imported meanwhile, and the library's pools of threads.
+Other libraries keep their own threads, which do not use Kafka.
 """
 
 import asyncio
@@ -20,9 +21,12 @@ import pytest
 
 from tests.simulation.cluster import OUTSIDE
 from tests.simulation.installation import World
-from tests.simulation.scheduler import Actor, Crashed, Scheduler
+from tests.simulation.scheduler import EPOCH_S, Actor, Crashed, Scheduler
 
-_EVER_S = 1e9
+_EVER_S, _LEAST_S = 1e9, 1e-6
+_OURS = ("rollstream.", "tests.")
+_POOLS = ("concurrent.futures._base", "concurrent.futures.thread", "asyncio.base_events")
+"""Modules of the library that start threads for ours, or wait for these."""
 
 
 def _seconds(timeout: float | None) -> float:
@@ -34,6 +38,10 @@ def virtual_threads(world: World) -> Iterator[None]:
     """Run the block with these threads. Raises the first error that ended one of them."""
     errors: list[BaseException] = []
     scheduler = world.scheduler
+    of_actors: dict[Actor | None, Any] = {}
+
+    def current_thread() -> object:
+        return of_actors.get(scheduler.current) or threading.current_thread()
 
     class Thread:
         """An actor of the process that starts it."""
@@ -55,6 +63,7 @@ def virtual_threads(world: World) -> Iterator[None]:
 
         def start(self) -> None:
             self._actor = scheduler.spawn(scheduler.process or OUTSIDE, self.name, self._run)
+            of_actors[self._actor] = self
 
         def _run(self) -> None:
             try:
@@ -64,6 +73,8 @@ def virtual_threads(world: World) -> Iterator[None]:
             except BaseException as error:
                 errors.append(error)
                 raise
+            finally:
+                of_actors.pop(self._actor, None)
 
         def is_alive(self) -> bool:
             return self._actor is not None and not self._actor.done
@@ -157,10 +168,11 @@ def virtual_threads(world: World) -> Iterator[None]:
             self._set = False
 
         def is_set(self) -> bool:
+            scheduler.pause()  # or whoever asks in a loop would never let another go on
             return self._set
 
         def wait(self, timeout: float | None = None) -> bool:
-            scheduler.wait(self.is_set, _seconds(timeout))
+            scheduler.wait(lambda: self._set, _seconds(timeout))
             return self._set
 
     class Semaphore(threading.Semaphore):
@@ -187,21 +199,14 @@ def virtual_threads(world: World) -> Iterator[None]:
         "Condition": Condition,
         "Event": Event,
         "Semaphore": Semaphore,
+        "current_thread": current_thread,
     }
     namespace = SimpleNamespace(**{**vars(threading), **ours})
-
-    async def to_thread(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        actor = scheduler.spawn(scheduler.process or OUTSIDE, "to_thread", lambda: call(*args, **kwargs))
-        while not actor.done:
-            await asyncio.sleep(0.001)
-        if actor.error is not None:
-            raise actor.error
-        return actor.result
 
     with pytest.MonkeyPatch.context() as patch:
         replaced = {threading: namespace, queue: _queues(namespace)}
         for name, module in list(sys.modules.items()):
-            if name.startswith(("rollstream.", "tests.")) and not name.startswith("tests.simulation."):
+            if name in _POOLS or (name.startswith(_OURS) and not name.startswith("tests.simulation.")):
                 for attribute in ("threading", "queue"):
                     if (new := replaced.get(vars(module).get(attribute))) is not None:
                         patch.setattr(module, attribute, new)
@@ -213,9 +218,8 @@ def virtual_threads(world: World) -> Iterator[None]:
             return replaced.get(module, module) if ours and name in ("threading", "queue") else module
 
         patch.setattr(builtins, "__import__", imported)
-        patch.setattr(asyncio, "to_thread", to_thread)
         for module in (asyncio, asyncio.events):  # asyncio.run looks in the second
-            patch.setattr(module, "new_event_loop", lambda: asyncio.SelectorEventLoop(_Selector(scheduler)))
+            patch.setattr(module, "new_event_loop", lambda: _Loop(scheduler))
         yield
     for module in list(sys.modules.values()):  # those that were imported meanwhile
         for real, modelled in replaced.items():
@@ -252,7 +256,19 @@ class _Selector(selectors.SelectSelector):
             return bool(ready)
 
         if timeout is None or timeout > 0:
-            self._scheduler.wait(look, _seconds(timeout))
+            self._scheduler.wait(look, max(_LEAST_S, _seconds(timeout)))
         else:
+            self._scheduler.pause()
             look()
         return ready
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop of an actor. Its time is small, because a loop tells times apart by nanoseconds."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(_Selector(scheduler))
+        self._scheduler = scheduler
+
+    def time(self) -> float:
+        return self._scheduler.now_s - EPOCH_S

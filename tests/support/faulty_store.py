@@ -23,7 +23,7 @@ class FaultyFiles(AbstractFileSystem):  # type: ignore[misc]
     always: ClassVar[dict[str, str]] = {}
     """Faults of all calls, by a part of `CALL:PATH`."""
     calls: ClassVar[list[tuple[str, str]]] = []
-    released: ClassVar[threading.Event] = threading.Event()
+    released: ClassVar[threading.Event]
     """Ends calls that hang."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -89,7 +89,7 @@ def faulty_store() -> Iterator[type[FaultyFiles]]:
     fsspec.register_implementation("faulty", FaultyFiles, clobber=True)
     for held in (FaultyFiles.objects, FaultyFiles.faults, FaultyFiles.always, FaultyFiles.calls):
         held.clear()
-    FaultyFiles.released.clear()
+    FaultyFiles.released = threading.Event()  # of the threads that there are now
     try:
         yield FaultyFiles
     finally:

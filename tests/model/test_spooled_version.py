@@ -14,7 +14,7 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.spooled_version import SpooledVersion, SpoolFailed
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
-from tests.broker.test_weights_deltas import params, publish, publisher
+from tests.model.test_weights_deltas import params, publish, publisher
 from tests.support.runs import RealRun
 from tests.support.versions import visible_manifests
 
