@@ -73,6 +73,18 @@ def test_pages_of_any_number_of_runs_are_open_together(tmp_path: Path, browser: 
         absent.context.close()
 
 
+def test_the_page_of_a_run_that_the_server_does_not_have_says_so_and_leads_to_those_it_has(
+    address: str, browser: Browser
+) -> None:
+    page = visit(browser, address).page
+    page.goto(f"{address}#/absent/ledger")
+    expect(page.locator("main")).to_contain_text("This server has no run absent. It has:", timeout=PATIENCE_MS)
+    page.locator("main").get_by_role("link", name=RUNS[0]).click()
+    expect(page.locator("main")).not_to_contain_text("has no run", timeout=PATIENCE_MS)
+    assert page.url.endswith(f"#/{RUNS[0]}/run")
+    page.context.close()
+
+
 def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, browser: Browser) -> None:
     """A chart draws a part of many curves: those of all rollouts first, and each of both runs."""
     rewards = {f"reward/e{number:02}": number / 20 for number in range(12)}

@@ -233,7 +233,8 @@ class HilEpisodeBuffer(Closing):
         """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError.
 
         `stored` is the control mode of the side that already has these parts, if one has. It may have ended an episode
-        with them, so a continued episode that is open nowhere is of that side.
+        with them, so the end of an episode that is open nowhere is of that side. A continued episode that does not end
+        would be open there.
         """
         sides: dict[int, list[EpisodePart]] = {AUTO: [], HUMAN: []}
         first_modes: dict[str, int] = {}
@@ -241,7 +242,7 @@ class HilEpisodeBuffer(Closing):
             mode = part.control_mode
             if not part.first and part.uid:
                 held = [m for m, side in ((AUTO, self._auto), (HUMAN, self._human)) if side.is_open(part.uid)]
-                began = mode if stored is None else stored
+                began = mode if stored is None or not part.last else stored
                 mode = first_modes.get(part.uid, held[0] if held else began)
             if mode not in sides:
                 problem = f"it has no {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"

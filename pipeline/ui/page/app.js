@@ -89,9 +89,16 @@ function App() {
  * @param {import("./contract").RunEntry[]} runs
  */
 function viewOf(view, run, runs) {
-  if (!(view in OF_TOPICS)) return VIEWS[view].view;
   const source = runs.find((each) => each.run === run)?.source;
-  return source === "archive" ? NotInArchive : source || runs.length ? VIEWS[view].view : RunsUnknown;
+  if (runs.length && !source) return AbsentRun;
+  if (!(view in OF_TOPICS)) return VIEWS[view].view;
+  return source === "archive" ? NotInArchive : source ? VIEWS[view].view : RunsUnknown;
+}
+
+/** @param {ViewProps} props */
+function AbsentRun({ run, runs }) {
+  const names = runs.map((each) => html` <a href=${link(each.run, "run")}>${each.run}</a>`);
+  return html`<${Panel} title="No such run"><${Empty}>This server has no run ${run}. It has:${names}<//><//>`;
 }
 
 function RunsUnknown() {

@@ -196,6 +196,17 @@ def test_the_end_of_an_episode_that_one_side_has_is_not_added_to_the_other(tmp_p
         assert (both.auto.size(), both.hil.size()) == (9, 15)
 
 
+def test_a_continued_episode_without_its_beginning_goes_to_its_side_after_a_kill_between_the_sides(
+    tmp_path: Path,
+) -> None:
+    record = trajectory(2, span("lost", 0, 6, 1, first=False, last=False))
+    with buffer(tmp_path) as both:
+        both.add(trajectory(1, span("a", 0, 6, 0)), at=(0, 0))
+        both.auto.skip((0, 1))  # The policy's side took the record, of which it gets nothing.
+        assert both.add(record, at=(0, 1))
+        assert (both.auto.size(), both.hil.size()) == (6, 6)
+
+
 def test_both_sides_are_saved_or_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with buffer(tmp_path / "live") as both:
         both.add(episode(0, 0), at=(0, 0))
