@@ -18,7 +18,7 @@ def test_busy():
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "1"]])
+@pytest.mark.parametrize("workers", [pytest.param([], marks=pytest.mark.long), ["-n", "1"]])
 def test_seconds_of_a_test_and_of_its_children_are_in_the_report(tmp_path: Path, workers: list[str]) -> None:
     (tmp_path / "test_planted.py").write_text(BUSY)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path]

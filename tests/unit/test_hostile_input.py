@@ -28,7 +28,7 @@ ones, and an archive the rows of a commit."""
 def test_every_input_has_one_fate(name: str, length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = TARGETS[name]
     before_mib = peak_mib()
-    inputs = target.short if length == "short" else INPUTS * target.share // SHARES
+    inputs = target.short // 2 if length == "short" else INPUTS * target.share // SHARES
     outcome = Outcome.together(flood(target, count, seed, tmp_path) for seed, count in pieces(target, inputs, SEED))
     with capsys.disabled():
         print(f"\n{outcome}", end=" ")

@@ -162,14 +162,14 @@ def capacity_of(workers: int, **changes: object) -> CapacityConfig:
     return CapacityConfig(**{**values, "group_size": GROUP, "workers": workers, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("workers", "longest"), [(1, 10), (4, 10), (4, 40), (16, 10)])
+@pytest.mark.parametrize(("workers", "longest"), [(1, 10), (4, 40), (16, 10)])
 def test_by_default_less_than_one_in_a_hundred_is_stale_beside_a_slow_learner(workers: int, longest: int) -> None:
     """Steps take 20 ticks, so some groups are played during two steps; they may be four steps behind."""
     capacity = CapacityConfig(workers=workers, group_size=GROUP, in_flight=32 * GROUP)
     simulation = Simulation(capacity, {FAST: (1, longest)}, step_every=20)
-    simulation.run(2000)
+    simulation.run(1000)
     trained, stale = simulation.trained.total(), simulation.stale.total()
-    assert simulation.version >= 95, "the learner hardly ever waits"
+    assert simulation.version >= 47, "the learner hardly ever waits"
     assert stale / (trained + stale) < 0.01
 
 

@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 
 from rollstream.pipeline.cli import build_parser
-from rollstream.pipeline.config import load
+from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.chart.pods import USER
 from rollstream.pipeline.deployment.container_settings import HOME
 from rollstream.pipeline.deployment.description import ROLES, counts, role_of
@@ -281,8 +281,8 @@ def test_the_pods_of_a_learner_keep_their_service_when_another_job_replaces_thei
     assert services[0] == services[1]
 
 
-def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Path) -> None:
-    release = Release(chart)
+def test_probes_ask_the_service_port_and_producers_wait_for_consumers(releases: dict[str, Release]) -> None:
+    release = releases["defaults"]
     services = release.of("Service")
     for name, pod in release.pods().items():
         if name in ("topics", "tools", "prune", "archive"):
@@ -336,8 +336,10 @@ def test_containers_have_no_rights_and_write_to_few_places(releases: dict[str, R
                 assert all(mount.get("readOnly") or mount["name"] in writable for mount in container["volumeMounts"])
 
 
-def test_roles_that_keep_files_have_a_claim_that_outlives_the_release(chart: Path, tmp_path: Path) -> None:
-    release = Release(chart)
+def test_roles_that_keep_files_have_a_claim_that_outlives_the_release(
+    releases: dict[str, Release], tmp_path: Path
+) -> None:
+    release = releases["defaults"]
     claims = {
         name: volume["persistentVolumeClaim"]["claimName"]
         for name, pod in release.pods().items()
@@ -391,8 +393,10 @@ def test_secrets_are_referred_to_and_written_nowhere(tmp_path: Path, monkeypatch
     assert volumes["secrets"]["secret"]["items"] == [{"key": "gateway-api-key", "path": "gateway-api-key"}]
 
 
-def test_operators_run_commands_in_a_pod_that_is_started_on_request_and_has_everything(chart: Path) -> None:
-    release = Release(chart)
+def test_operators_run_commands_in_a_pod_that_is_started_on_request_and_has_everything(
+    releases: dict[str, Release], chart: Path
+) -> None:
+    release = releases["defaults"]
     [tools] = release.of("Deployment").values()
     assert tools["metadata"]["name"] == "arithmetic-tools"
     assert tools["spec"]["replicas"] == 0
@@ -415,8 +419,8 @@ def test_operators_run_commands_in_a_pod_that_is_started_on_request_and_has_ever
     assert "arithmetic-tools -- rollstream ledger --config" in (chart / "templates" / "NOTES.txt").read_text()
 
 
-def test_the_pod_of_commands_stays_until_it_is_told_to_end(chart: Path) -> None:
-    [container] = Release(chart).pods()["tools"]["spec"]["containers"]
+def test_the_pod_of_commands_stays_until_it_is_told_to_end(releases: dict[str, Release]) -> None:
+    [container] = releases["defaults"].pods()["tools"]["spec"]["containers"]
     _python, *arguments = (*container["command"], *container["args"])
     stopping = "import os, threading; threading.Timer(1.0, os.kill, (os.getpid(), 15)).start()"
     arguments[-1] = f"{stopping}; {arguments[-1]}"
@@ -440,14 +444,16 @@ def test_every_variable_is_a_setting(releases: dict[str, Release]) -> None:
             [container] = pod["spec"]["containers"]
             names |= {v["name"] for v in container.get("env", ()) if v["name"] != "MODEL_KEY"}
         assert len(names) > 8
-        assert all(is_setting_variable(type(release.settings("env")), name) for name in names)
+        assert all(is_setting_variable(RunConfig, name) for name in names)
 
 
 # ------------------------------------------------------------------ operations
 
 
-def test_grouping_is_scaled_by_a_metric_that_it_serves_and_not_below_one_process(chart: Path) -> None:
-    release = Release(chart, PRODUCTION)
+def test_grouping_is_scaled_by_a_metric_that_it_serves_and_not_below_one_process(
+    releases: dict[str, Release], chart: Path
+) -> None:
+    release = releases["production"]
     [scaled] = release.of("ScaledObject").values()
     [trigger] = scaled["spec"]["triggers"]
     [metric] = re.findall(r"rollstream_\w+", trigger["metadata"]["query"])
@@ -460,11 +466,11 @@ def test_grouping_is_scaled_by_a_metric_that_it_serves_and_not_below_one_process
     least, most = bounds(config.grouper.autoscale, config.topics.partitions)
     assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (least, most) == (1, 4)
     assert trigger["metadata"]["threshold"] == str(config.grouper.autoscale.lag_per_process)
-    assert Release(chart).of("StatefulSet")["arithmetic-group"]["spec"]["replicas"] == 2
+    assert releases["defaults"].of("StatefulSet")["arithmetic-group"]["spec"]["replicas"] == 2
 
 
-def test_monitoring_finds_the_pods_by_their_labels_and_port(chart: Path) -> None:
-    release = Release(chart, PRODUCTION)
+def test_monitoring_finds_the_pods_by_their_labels_and_port(releases: dict[str, Release]) -> None:
+    release = releases["production"]
     [monitor] = release.of("PodMonitor").values()
     labels = monitor["spec"]["selector"]["matchLabels"].items()
     [endpoint] = monitor["spec"]["podMetricsEndpoints"]
@@ -483,8 +489,8 @@ def test_monitoring_finds_the_pods_by_their_labels_and_port(chart: Path) -> None
     )
 
 
-def test_disruptions_take_one_pod_of_a_role_at_a_time_and_none_of_a_learner(chart: Path) -> None:
-    release = Release(chart, PRODUCTION)
+def test_disruptions_take_one_pod_of_a_role_at_a_time_and_none_of_a_learner(releases: dict[str, Release]) -> None:
+    release = releases["production"]
     budgets = release.of("PodDisruptionBudget")
     assert budgets["arithmetic-learn"]["spec"]["minAvailable"] == 2
     assert {name for name, each in budgets.items() if each["spec"].get("maxUnavailable") == 1} == {

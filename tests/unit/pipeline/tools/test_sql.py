@@ -65,10 +65,12 @@ def fill(store: Store, run: str = "main") -> None:
     writer.close()
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    fill(open_store(str(tmp_path / "archive")))
-    return tmp_path / "archive"
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive that tests only read."""
+    archive = tmp_path_factory.mktemp("archive")
+    fill(open_store(str(archive)))
+    return archive
 
 
 def put_on_manifest(archive: Path, file: Path) -> None:
@@ -121,15 +123,19 @@ def test_a_batch_of_a_step_executed_again_counts_once(archive: Path) -> None:
 
 def test_every_table_and_view_can_be_queried_even_if_empty(archive: Path) -> None:
     store = open_store(str(archive))
-    for name in (*SCHEMAS, *VIEWS):
-        query(store, f"select * from {name}")
+    # A row counts if any of its columns does, so each column is read.
+    counts = ", ".join(f"(select count({name}) from {name})" for name in (*SCHEMAS, *VIEWS))
+    [row] = query(store, f"select {counts}").rows
+    assert len(row) == len(SCHEMAS) + len(VIEWS)
     assert query(store, "select count(*) from evals").rows == [(0,)]
 
 
 @pytest.mark.parametrize("harm", ["changed", "deleted"])
 def test_a_file_that_is_not_the_archived_one_is_named_and_not_read(
-    archive: Path, harm: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    archive = tmp_path / "archive"
+    fill(open_store(str(archive)))
     [file] = archive.glob("run=main/table=steps/**/*.parquet")
     if harm == "changed":
         table = pq.read_table(file)

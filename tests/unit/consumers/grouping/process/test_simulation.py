@@ -45,7 +45,8 @@ def test_no_schedule_of_faults_loses_or_repeats_anything(world: World) -> None:
 
 
 def test_no_schedule_of_long_stops_loses_or_repeats_anything(world: World) -> None:
-    assert [seed for seed in range(60) if run_schedule(world, seed, long_stops(seed)).findings] == []
+    # Seeds 62 and 78 show a process that keeps a task that another one had meanwhile.
+    assert [seed for seed in range(40, 90) if run_schedule(world, seed, long_stops(seed)).findings] == []
 
 
 @pytest.mark.long
