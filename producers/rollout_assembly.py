@@ -159,7 +159,9 @@ def rollout_of(
         # An environment's numbers may be NumPy's.
         reward=float(episode.score.reward),
         reward_components={name: float(value) for name, value in episode.score.components.items()},
-        truncated=episode.truncated or any(isinstance(turn, ContextFull) for turn in episode.turns),
+        truncated=episode.truncated
+        or completions[-1].truncated
+        or any(isinstance(turn, ContextFull) for turn in episode.turns),
         metadata=RolloutMetadata(
             worker_id=stamp.worker_id,
             replica_id=completions[-1].replica_id,

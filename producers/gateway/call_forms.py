@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rollstream.producers.episodes.call_sequences import (
     PROMPT_ROLE,
     TOOLS,
+    CallSequence,
     CallSequences,
     ChatMessage,
     same_messages,
@@ -175,8 +176,19 @@ def _tools_digest(body: Mapping[str, Any]) -> str:
 
 
 def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any] | None:
-    """Return the tokens of the call that a request continues: the request has its tools, and further messages follow
-    its conversation and answer. None if no such call is known."""
+    """Return the tokens of the call that a request continues; None if no such call is known."""
+    if (continued := continued_call(request, known)) is None:
+        return None
+    sequence, index = continued
+    return {
+        "prompt_token_ids": sequence.prompt.tolist(),
+        "token_ids": sequence.call.answers[index].tokens.tolist(),
+    }
+
+
+def continued_call(request: AgentRequest, known: CallSequences) -> tuple[CallSequence, int] | None:
+    """Return the call that a request continues, and the number of its answer: the request has its tools, and further
+    messages follow its conversation and answer. None if no such call is known."""
     messages = request.messages
     answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers or answers[-1] == len(messages) - 1:
@@ -186,10 +198,7 @@ def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any]
         if sequence.call.sampling.get(TOOLS) == tools and same_messages(sequence.messages, messages[:last]):
             for index, message in enumerate(answered_messages(sequence.call)):
                 if same_words(message, messages[last]):
-                    return {
-                        "prompt_token_ids": sequence.prompt.tolist(),
-                        "token_ids": sequence.call.answers[index].tokens.tolist(),
-                    }
+                    return sequence, index
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.producers.gateway.call_forms import ROUTES, parse_request
+from rollstream.producers.gateway.call_forms import ROUTES, AgentRequest, parse_request
 from rollstream.producers.gateway.capture import CallCapture
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed, UpstreamRefused
 from rollstream.producers.gateway.sessions import CapturedSession
@@ -47,13 +47,13 @@ class CallRoutes:
         self,
         capture: CallCapture,
         session_of: Callable[[web.Request], Awaitable[CapturedSession]],
-        on_failure: Callable[[CapturedSession, RollstreamError], Awaitable[None]],
+        on_failure: Callable[[CapturedSession, RollstreamError, AgentRequest], Awaitable[None]],
         *,
         stalled_client_s: float = 60.0,
     ) -> None:
-        """`on_failure` is called with the error of a call that failed or was too long, but not if a server refused the
-        agent's request because of its content. A client that takes nothing of a stream for `stalled_client_s` is given
-        up."""
+        """`on_failure` is called with the error and the request of a call that failed or was too long, but not if a
+        server refused the request because of its content. A client that takes nothing of a stream for
+        `stalled_client_s` is given up."""
         self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
         self._stalled_client_s = stalled_client_s
         self.requests = 0
@@ -93,15 +93,15 @@ class CallRoutes:
             call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
         except UpstreamRefused as error:
             if isinstance(error.cause, ContextTooLong) or error.status in _WRONG_SETTINGS:
-                await self._on_failure(session, error.cause)
+                await self._on_failure(session, error.cause, request)
             raise
         except (InferenceUnavailable, InferenceRefused, RecordTooLarge) as error:
             # An answer that was sampled and cannot be recorded may not be missing from the episode.
-            await self._on_failure(session, error)
+            await self._on_failure(session, error, request)
             raise
         except SessionClosed as error:
             if session.closed is None and not session.ended:
-                await self._on_failure(session, error)
+                await self._on_failure(session, error, request)
             raise
         response = web.Response(body=encode(answer), content_type="application/json", charset="utf-8")
         await response.prepare(http)

@@ -138,7 +138,7 @@ def _rollout(
         reward=reward,
         reward_components=dict(session.components),
         token_rewards=_token_rewards(branch, rewards),
-        truncated=branch.truncated or session.truncated,
+        truncated=branch.truncated or branch.calls[-1].uid in session.cut_calls,
         token_arrays={WEIGHT_VERSION: NamedArray.of(versions)},
         metadata=RolloutMetadata(
             worker_id=start.author,

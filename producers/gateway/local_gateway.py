@@ -15,6 +15,7 @@ from aiohttp import web
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Endpoint, Score
+from rollstream.producers.gateway.call_forms import AgentRequest
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
@@ -212,7 +213,7 @@ class LocalGateway:
             raise NoSuchSession(f"no episode {name[:64]!r} is being played with this key; it may have ended")
         return self._playing[name]
 
-    async def _fail(self, session: CapturedSession, error: RollstreamError) -> None:
+    async def _fail(self, session: CapturedSession, error: RollstreamError, request: AgentRequest) -> None:
         if session.name not in self._playing:
             return  # Its attempt has ended, and the agent no longer waits for the call.
         if not isinstance(error, ContextTooLong):
@@ -220,4 +221,4 @@ class LocalGateway:
             kinds = (kind for kind in (InferenceUnavailable, InferenceRefused) if isinstance(error, kind))
             failure = next(kinds, EpisodeFailed)(f"a model call failed: {error}"[:4096])
             self._failures.setdefault(session.name, failure)
-        await self._parts.service.fail_call(session, error)
+        await self._parts.service.fail_call(session, error, request)

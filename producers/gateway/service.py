@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import RunProgress, check_capacity, largest_group, may_start
+from rollstream.producers.gateway.call_forms import AgentRequest, continued_call
 from rollstream.producers.gateway.capture import SessionLog
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
@@ -366,10 +367,13 @@ class SessionService:
             and turn_rewards.items() <= session.turn_rewards.items()
         )
 
-    async def fail_call(self, session: CapturedSession, error: RollstreamError) -> None:
-        """Note a call that failed: mark the episode as truncated if the call was too long, else cancel the episode."""
+    async def fail_call(self, session: CapturedSession, error: RollstreamError, request: AgentRequest) -> None:
+        """Note a call that failed: if it was too long, mark the call that it continues, or else the newest, as cut off;
+        otherwise cancel the episode."""
         if isinstance(error, ContextTooLong):
-            await self._change(session, "truncated")
+            continued = continued_call(request, session.sequences)
+            calls = session.calls[-1:] if continued is None else [continued[0].call]
+            await self._change(session, "truncated", uids=tuple(call.uid for call in calls))
         else:
             await self.fail(session, f"a model call failed: {error}")
 
@@ -395,8 +399,8 @@ class SessionService:
     async def _current(self, session: CapturedSession) -> None:
         await self._log.current(self._log.partition_of(session.name))
 
-    async def _change(self, session: CapturedSession, kind: Any, reason: str = "") -> None:
-        await self._append(SessionEvent(session=session.name, kind=kind, reason=reason[:4096]))
+    async def _change(self, session: CapturedSession, kind: Any, reason: str = "", uids: tuple[str, ...] = ()) -> None:
+        await self._append(SessionEvent(session=session.name, kind=kind, reason=reason[:4096], uids=uids))
 
     async def _append(self, change: SessionEvent) -> None:
         await self._log.append(replace(change, author=self._config.replica_id, wall_time=time.time()))

@@ -56,8 +56,8 @@ class CapturedSession:
     turn_rewards: dict[str, float] = field(default_factory=dict)
     failure: str = ""
     """Why the episode cannot be trained on; empty if it can."""
-    truncated: bool = False
-    """Whether a server refused a call because its context had become too long."""
+    cut_calls: set[str] = field(default_factory=set)
+    """Uids of the calls after which a server refused the next one, because the context had become too long."""
     ended: bool = False
     abandoned: bool = False
     reward_overdue: bool = False
@@ -171,7 +171,7 @@ class CapturedSession:
         if event.kind == "failed":
             self.failure = event.reason or "the agent says so"
         elif event.kind == "truncated":
-            self.truncated = True
+            self.cut_calls.update(event.uids)
         elif event.kind == "end":
             self.ended = True
         elif event.kind == "reward":

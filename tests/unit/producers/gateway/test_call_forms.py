@@ -11,6 +11,7 @@ from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import CallSequences, token_digest
 from rollstream.producers.gateway.call_forms import (
     AgentRequest,
+    continued_call,
     parse_request,
     previous_turn,
     recorded_sampling,
@@ -230,3 +231,11 @@ def test_a_penalty_at_any_other_value_is_not_trained_on(name: str, value: Any) -
     body = server_request(chat(QUESTION, **{name: value}), model="m", temperature=1.0, sampling="agent")
     with pytest.raises(RecordError, match=f"its calls were sampled with {name}={value}"):
         sampling_params(recorded_sampling(CHAT, body), 1.0)
+
+
+def test_the_call_that_a_refused_request_would_have_continued_is_found_by_its_messages() -> None:
+    known = CallSequences([recorded(chat(QUESTION))])
+    continued = continued_call(chat(QUESTION, ANSWER, GO_ON), known)
+    assert continued is not None
+    assert (continued[0].call.uid, continued[1]) == ("c", 0)
+    assert continued_call(chat(GO_ON), known) is None

@@ -95,7 +95,7 @@ async def listening(upstream: Any, log: MemoryLog | None = None) -> AsyncIterato
     async def session_of(_http: web.Request) -> CapturedSession:
         return session
 
-    async def fail(_session: CapturedSession, error: RollstreamError) -> None:
+    async def fail(_session: CapturedSession, error: RollstreamError, _request: object) -> None:
         failures.append(error)
 
     rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
@@ -206,7 +206,7 @@ async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: 
             repeated.set()
         return session
 
-    async def fail(_session: CapturedSession, error: RollstreamError) -> None:
+    async def fail(_session: CapturedSession, error: RollstreamError, _request: object) -> None:
         raise AssertionError(error)
 
     rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")

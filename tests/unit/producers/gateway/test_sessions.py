@@ -85,6 +85,18 @@ def test_a_session_with_calls_an_end_and_a_reward_becomes_rollouts() -> None:
         assert rollout.metadata.weight_step == 40
 
 
+def test_only_the_branch_that_a_call_too_long_would_have_continued_is_truncated_and_only_if_it_ends_there() -> None:
+    def truncated(*later: ModelCall) -> list[tuple[list[int], bool]]:
+        closing = (event("end"), event("reward", scored=True))
+        records = (call(0), call(1), event("truncated", uids=("c0",)), *later, *closing)
+        rollouts = rollouts_of(folded(*((1, record) for record in records)), FORM, POLICIES)
+        return sorted((rollout.tokens.tolist(), rollout.truncated) for rollout in rollouts)
+
+    assert truncated() == [([0, 7, 1, 2], True), ([1, 7, 1, 2], False)]
+    shorter = call(2, prompt=(0, 7, 1, 2, 9))
+    assert truncated(shorter) == [([0, 7, 1, 2, 9, 1, 2], False), ([1, 7, 1, 2], False)]
+
+
 def test_an_episode_whose_calls_sampled_no_token_is_an_error_and_no_empty_list_of_rollouts() -> None:
     nothing = CallAnswer(tokens=np.array([], "<i4"), logprobs=np.array([], "<f4"), spans=())
     session = folded((1, call(0, answers=(nothing,))), (2, event("reward", scored=True, reward=0.5)))
