@@ -167,10 +167,8 @@ class Coding:
 
     async def score(self, prompt: Prompt, solution: str) -> Score:
         """Return the share of hidden tests that a solution passes."""
-        passed = 0
-        if solution:
-            values = (await self._run(prompt, solution, _EXAMPLES)).values
-            passed = sum(map(same, values, self._tests(prompt)[1][_EXAMPLES:]))
+        values = (await self._run(prompt, solution, _EXAMPLES)).values
+        passed = sum(map(same, values, self._tests(prompt)[1][_EXAMPLES:]))
         share = passed / _HIDDEN
         return Score(reward=share, components={"exact": float(passed == _HIDDEN), "passed": share})
 
