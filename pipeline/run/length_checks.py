@@ -1,4 +1,5 @@
-"""Checks before training that the environments' rollouts fit the rows a learner packs them into."""
+"""Checks before training that the environments' rollouts fit the rows a learner packs them into, and that the learning
+rate's warm-up fits the run."""
 
 import logging
 from collections.abc import Sequence
@@ -15,11 +16,18 @@ logger = logging.getLogger(__name__)
 def check_lengths(config: RunConfig, environments: Sequence[LoadedEnvironment]) -> None:
     """Raise ConfigurationError if a prompt with the longest answer does not fit into learner.sequence_length.
 
-    If learner.too_long handles such rollouts, log a warning instead. Later turns of an episode are not checked, because
-    the inference server ends an episode at inference.max_model_len. Raises PromptRefused for a prompt that cannot be
-    encoded.
+    If learner.too_long handles such rollouts, log a warning instead, and also if the learning rate's warm-up is as long
+    as the run. Later turns of an episode are not checked, because the inference server ends an episode at
+    inference.max_model_len. Raises PromptRefused for a prompt that cannot be encoded.
     """
     learner, encode = config.learner, tokenizer_of(config.learner).encode
+    updates, warm_up = learner.max_steps * learner.epochs * learner.minibatches, learner.optimizer.warmup_updates
+    if warm_up >= updates:
+        what = (
+            f"learner.optimizer.warmup_updates, {warm_up}, is not below the {updates} updates of learner.max_steps, "
+            f"{learner.max_steps}, so the learning rate never reaches its value; lower it, or raise learner.max_steps"
+        )
+        event(logger, "warm_up_longer_than_run", level=logging.WARNING, what=what)
     for environment in environments:
         prompt = max(len(encode(prompt.text)) for prompt in environment.prompts("train"))
         needed = prompt + environment.max_tokens

@@ -90,7 +90,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             "--random, and name a server with --set 'worker.inference_urls=[...]'"
         )
     tokenizer = tokenizer_of(config.learner)
-    warnings = list(_prompt_problems(environment, tokenizer))
+    warnings = list(_prompt_problems(environment, tokenizer, config.inference.max_model_len))
     source, groups, times = asyncio.run(_check(config, environment, tokenizer, args))
     warnings += _group_problems(groups, times)
     if args.json:
@@ -278,7 +278,7 @@ def _check_record(rollout: Rollout, config: RunConfig) -> None:
     check_size(f"rollout {rollout.uid}", size, limit_bytes_of(config.kafka), topic, RolloutProducer.too_large)
 
 
-def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:
+def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer, max_model_len: int) -> Iterator[str]:
     """Yield problems of an environment's prompts. Raises PromptRefused for a prompt that cannot be encoded."""
     by_name: dict[str, dict[str, Prompt]] = {}
     for split in SPLITS:
@@ -287,8 +287,13 @@ def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> It
         if [p.example_id for p in prompts] != [p.example_id for p in environment.prompts(split)]:
             yield f"prompts({split!r}) returns a different order each time; every process must see the same order"
         # The texts that an agent sends are not known here.
-        for prompt in prompts if environment.agent is None else ():
-            tokenizer.encode(prompt.text)
+        lengths = [len(tokenizer.encode(prompt.text)) for prompt in prompts] if environment.agent is None else []
+        if too_long := sum(length >= max_model_len for length in lengths):
+            yield (
+                f"{too_long} prompts of split {split} can never be answered: with {max(lengths)} tokens the longest "
+                f"leaves no room for an answer in inference.max_model_len, {max_model_len}; shorten them, or raise the "
+                "setting"
+            )
     if not by_name["heldout"]:
         yield "prompts('heldout') is empty, so nothing can be evaluated; set evaluate = false in its entry"
     # Prompts are compared, not ids: two files may give different questions the same number.

@@ -36,6 +36,20 @@ def test_who_says_what_becomes_of_long_ones_may_start(too_long: str, caplog: pyt
     assert "rollouts_may_be_too_long" in caplog.text
 
 
+@pytest.mark.parametrize(("updates", "warned"), [(12, True), (11, False)])
+def test_a_warm_up_that_is_as_long_as_the_run_is_said_at_the_start(
+    updates: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(
+        "learner.max_steps=3",
+        "learner.epochs=2",
+        "learner.minibatches=2",
+        f"learner.optimizer.warmup_updates={updates}",
+    )
+    names = "learner.optimizer.warmup_updates, 12, is not below the 12 updates of learner.max_steps, 3"
+    assert (names in str([vars(record) for record in caplog.records])) == warned
+
+
 class Follower:
     """A follower whose first version is there after so many waits."""
 

@@ -237,6 +237,17 @@ def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureF
     assert all("KeyError('verdict') at " in error for error in report["groups"][0]["errors"])
 
 
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_the_setting(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "slow.py").write_text(SLOW, encoding="utf-8")
+    for length, warned in ((10, True), (11, False)):  # the prompt has ten characters
+        setting = f"--set=inference.max_model_len={length}"
+        _code, report = checked(capsys, "slow.py:Slow", "--random", "--members=1", "--prompts=1", setting)
+        message = "1 prompts of split train can never be answered: with 10 tokens the longest leaves no room"
+        assert (message in "; ".join(report["warnings"])) == warned
+
+
 def odd(kind: str, use: str = "Odd") -> list[str]:
     """The flags of a check of an environment of ODD."""
     return ["odd", *(f"--set=environments.0.{s}" for s in (f"use=odd.py:{use}", "name=odd", f"options.kind={kind}"))]
