@@ -1,13 +1,16 @@
 """`rollstream show`: prints one rollout for people.
 
-Shows turns, rewards, the group, the fate, and tokens with their log-probabilities; the advantage is shown as colour.
+Shows turns, rewards, the group, the fate, and tokens with their texts and log-probabilities; the advantage is shown as
+colour.
 """
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import printable, table
@@ -15,7 +18,7 @@ from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_plac
 from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.tools.run_view import RolloutPlace, SearchableRun
-from rollstream.topics.errors import TopicError
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.fates import BATCHED
 from rollstream.topics.records import Rollout, TrainingBatch
 
@@ -69,7 +72,7 @@ def show(config: RunConfig, args: argparse.Namespace) -> int:
         else:
             console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
         for details in rollouts:
-            _print(console, details, args.full)
+            _print(console, details, args.full, _token_texts(config, details.rollout))
         tell(view.skipped)
         return 0
 
@@ -109,7 +112,7 @@ def _as_dict(details: RolloutDetails, full: bool) -> dict[str, Any]:
     }
 
 
-def _print(console: Any, details: RolloutDetails, full: bool) -> None:
+def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[str]) -> None:
     r = details.rollout
     console.print(_text(f"rollout {r.uid}", "bold"))
     versions = f"version {r.policy_version}"
@@ -124,10 +127,10 @@ def _print(console: Any, details: RolloutDetails, full: bool) -> None:
     console.print(_text(reward + (", truncated" if r.truncated else "")))
     for turn in r.turns:
         console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
-    console.print(
-        _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: each id above its log-probability", "bold")
-    )
-    console.print(tokens_table(r, details.advantage, None if full else 400))
+    columns = "id, its text" if texts else "id"
+    sampled = f"{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled"
+    console.print(_text(f"\n{sampled}: each {columns} and its log-probability", "bold"))
+    console.print(tokens_table(r, details.advantage, None if full else 400, texts))
     if details.group:
         console.print(_text("\ngroup", "bold"))
         rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in details.group]
@@ -142,8 +145,18 @@ def _text(text: str, style: str = "") -> Any:
     return Text(printable(text), style)
 
 
-def tokens_table(r: Rollout, advantage: float | None, most: int | None) -> Any:
-    """Return a table of the first `most` tokens, or of all.
+def _token_texts(config: RunConfig, rollout: Rollout) -> Sequence[str]:
+    """Return the text of each token; none if this machine lacks the run's tokenizer, or it has fewer tokens."""
+    try:
+        tokenizer = tokenizer_of(config.learner)
+    except ConfigurationError:
+        return ()
+    ids = rollout.tokens.tolist()
+    return [tokenizer.decode([each]) for each in ids] if max(ids, default=0) < tokenizer.vocab_size else ()
+
+
+def tokens_table(r: Rollout, advantage: float | None, most: int | None, texts: Sequence[str] = ()) -> Any:
+    """Return a table of the first `most` tokens, or of all, with their `texts` if there are any.
 
     Sampled tokens have a green background for a positive advantage and a red one for a negative advantage, stronger for
     unlikely tokens.
@@ -154,15 +167,18 @@ def tokens_table(r: Rollout, advantage: float | None, most: int | None) -> Any:
     count = len(r.tokens) if most is None else min(most, len(r.tokens))
     cells = 8
     for begin in range(0, count, cells):
-        ids, below = Text(), Text()
+        ids, middle, below = Text(), Text(), Text()
         for i in range(begin, min(begin + cells, count)):
             # Arrays of a rollout that is shown because it is invalid may be shorter than its tokens.
             sampled = i < len(r.loss_mask) and bool(r.loss_mask[i])
             logprob = float(r.logprobs[i]) if i < len(r.logprobs) else math.nan
             style = _style(advantage, logprob) if sampled else "dim"
             ids.append(f"{int(r.tokens[i]):>8} ", style)
+            if texts:
+                middle.append(f"{printable(texts[i], keep='').replace(' ', '·')[:8]:>8} ")
             below.append(f"{logprob:>8.3f} " if sampled else " " * 9, "dim")
-        text.append(ids).append("\n").append(below).append("\n")
+        for line in (ids, *([middle] if texts else []), below):
+            text.append(line).append("\n")
     if count < len(r.tokens):
         text.append(f"... {len(r.tokens) - count} more tokens; --full shows them")
     return text

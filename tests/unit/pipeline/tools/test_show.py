@@ -27,3 +27,12 @@ def test_an_invalid_rollout_is_shown_as_far_as_it_makes_sense(rollout: Rollout, 
     console.print(tokens)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().split()[:4] == ["1", "2", "3", "4"]
+
+
+def test_each_token_has_its_text_below_its_id() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(show.tokens_table(VALID, None, None, ["a b", "\x1b", "tokenization", ""]))
+    assert isinstance(console.file, io.StringIO)
+    _ids, texts, logprobs = console.file.getvalue().splitlines()[:3]
+    assert [texts[at : at + 9] for at in range(0, 36, 9)] == ["     a·b ", "  \\u001b ", "tokeniza ", "         "]
+    assert "-" in logprobs
