@@ -1,18 +1,21 @@
 """Main program of one process of a verifier pool: it imports the verifier, limits its memory, and scores on request.
 
 A request is a size and pickled arguments of this size; an answer is one line of JSON. The process ends when the pool
-ends. If the pool is killed during a call, the process ends by itself soon after the call's time limit.
+ends, in whatever way, and so do the processes that the verifier started. A call that blocks the interpreter itself ends
+soon after its time limit.
 """
 
 import json
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from threading import Thread
 from typing import Any, BinaryIO
 
 from rollstream.topics.user_code import load_object
@@ -26,6 +29,7 @@ def main() -> None:
     """Serve until the other side of the socket is closed."""
     name, descriptor, timeout_s, memory_bytes = sys.argv[1:]
     with socket.socket(fileno=int(descriptor)) as pool, pool.makefile("rb") as requests:
+        Thread(target=_end_with, args=(pool,), daemon=True).start()
         try:
             verifier = load_object(name, "the verifier is", "a verifier is named package.module:function")
             if isinstance(verifier, type):
@@ -37,6 +41,15 @@ def main() -> None:
         _answer(pool, {"ready": True})
         with suppress(ConnectionError):  # the pool was killed in the middle of a call
             _serve(pool, requests, verifier, float(timeout_s))
+
+
+def _end_with(pool: socket.socket) -> None:
+    """End this process and those that it started once the pool's side of the socket is closed."""
+    poller = select.poll()
+    poller.register(pool, select.POLLHUP)
+    poller.poll()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def _serve(pool: socket.socket, requests: BinaryIO, verifier: Any, timeout_s: float) -> None:

@@ -172,22 +172,28 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_process_that_hangs_ends_by_itself_where_its_pool_was_killed(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", ["in a call", "when it is imported"])
+def test_a_process_and_what_it_started_end_with_a_pool_that_is_killed(source: str, tmp_path: Path, hangs: str) -> None:
     pids = tmp_path / "pids"
     prompt = Prompt(example_id="x", text="", extra={"pids": str(pids)})
+    if hangs == "when it is imported":
+        path = tmp_path / "importing.py"
+        path.write_text(f"import json, types\nprompt = types.SimpleNamespace(extra={dict(prompt.extra)!r})\n{SOURCE}\n")
+        path.write_text(path.read_text() + "judge(prompt, 'sleep')\n")
+        source = f"{path}:judge"
     owner = os.fork()
     if owner == 0:
         try:
-            run(VerifierPool(source, processes=1, timeout_s=4)(prompt, "sleep"))
+            run(VerifierPool(source, processes=1, timeout_s=600)(prompt, "sleep"))
         finally:
             os._exit(0)
-    verifier, left_behind = map(int, eventually(lambda: pids.read_text().split(), 60, "the verifier runs"))
-    try:
-        os.kill(owner, signal.SIGKILL)
-        os.waitpid(owner, 0)
-        eventually(lambda: not alive(verifier), 60, "the verifier ends by its own timer")
-    finally:
-        os.kill(left_behind, signal.SIGKILL)
+    started = eventually(
+        lambda: pids.exists() and len(pids.read_text().split()) == 2 and pids.read_text(), 60, "it runs"
+    )
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    for pid in map(int, started.split()):
+        eventually(lambda pid=pid: not alive(pid), 60, f"process {pid} has ended")  # type: ignore[misc]
 
 
 def test_a_class_is_made_once_in_each_process_and_called(tmp_path: Path) -> None:
