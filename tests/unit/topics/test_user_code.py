@@ -91,3 +91,9 @@ def test_a_file_that_raises_while_it_is_imported_can_be_mended_and_named_again(
         load(f"{file}:NAME")
     file.write_text("NAME = 1\n")
     assert load(f"{file}:NAME") == 1
+
+
+def test_a_file_is_imported_without_the_block_that_runs_it_as_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text('value = 1\nif __name__ == "__main__":\n    raise SystemExit("it ran as a script")\n')
+    assert load_object(f"{path}:value", "the value is", "a value is named package.module:value") == 1
