@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import encode
 from rollstream.topics.config import RegistryConfig, TopicsConfig
 from rollstream.topics.errors import StateRefused
+from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from tests.simulation.installation import World, installed
@@ -108,15 +110,18 @@ def test_values_are_restored_as_they_were_archived_although_the_settings_name_a_
     assert [entry.value for entry in run.log("evals").entries] == [value]
 
 
-def test_a_record_that_is_written_into_a_run_while_it_is_restored_is_named(world: World, tmp_path: Path) -> None:
+def test_a_record_that_is_written_into_a_run_while_it_is_restored_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive_run(tmp_path, steps=1)
-    store, cluster = open_store(str(tmp_path)), world.begin()
+    store, cluster, unset = open_store(str(tmp_path)), world.begin(), provisioning.unset
     manifest = newest(store, "main")
     assert manifest is not None
 
-    def write(done: int, everything: int) -> None:
-        if done == everything:
-            cluster.append(("again.rollouts", 0), b"key", encode(example_rollout("other")), [], (-1000, 0), 0)
+    def write(*arguments: Any) -> None:
+        cluster.append(("again.rollouts", 0), b"key", encode(example_rollout("other")), [], (-1000, 0), 0)
+        unset(*arguments)
 
+    monkeypatch.setattr(provisioning, "unset", write)
     with pytest.raises(StateRefused, match=r"again\.rollouts\[0\] ends at offset 9 but is archived up to 8"):
-        world.result_of(lambda: restore(KAFKA, TopicsConfig(), store, manifest, "again", write))
+        world.result_of(lambda: restore(KAFKA, TopicsConfig(), store, manifest, "again"))
