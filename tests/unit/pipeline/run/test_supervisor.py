@@ -556,7 +556,7 @@ except Interrupted:
 
 
 def test_a_log_that_was_deleted_is_named_and_ends_nothing(supervisor: Supervisor) -> None:
-    deletes = "import os, sys; os.remove('logs/page.log'); sys.exit(3)"
+    deletes = "import os, sys; os.remove('logs/page.log'); sys.exit(4)"
     with supervisor:
         supervisor.start(role("page", deletes, optional=True, restarts=0), role("group-0", OBEDIENT))
         supervisor.wait_ready(["group-0"])
