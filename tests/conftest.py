@@ -34,8 +34,8 @@ FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
     *("museum", "faults", "inference_server", "simulation", "train_step", "ledger_losses", "doctor"),
-    *("bad_records", "testing", "docs", "foreign_trainer", "verification", "hanging", "page", "prune", "golden_logs"),
-    *("slots", "mesh", "evaluation", "lineage_index", "decoder", "gateway_chat", "exclude", "abandoned_episodes"),
+    *("bad_records", "testing", "docs", "foreign_trainer", "hanging", "page", "prune", "golden_logs"),
+    *("slots", "mesh", "lineage_index", "decoder", "gateway_chat", "exclude", "abandoned_episodes"),
     *("control_run", "stranded_clients", "attention", "hostile_topics", "archive", "refused_writes", "rescore"),
     *("memory_bounds", "verifier_pool", "live_ledger", "cli", "distribution", "signed_marks"),
     *("train_steps", "adapters", "weights_shards", "hostile_input", "access_rules", "chart", "demo"),

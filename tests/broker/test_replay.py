@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
-from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of, trained_rows
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.records import LearnerStep
 from rollstream.topics.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
@@ -104,23 +101,6 @@ def test_rollouts_that_the_buffer_does_not_admit_are_metrics_of_the_step(real_ru
     assert {name: value for name, value in metrics.items() if name.startswith("left_out/")} == {
         "left_out/vocabulary": 1.0
     }
-
-
-def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    skipped = (BatchUse(batch_id="0-0", index_offset=0, rows=16, use="skipped", reason="old"),)
-    trained = (*skipped, BatchUse(batch_id="0-1", index_offset=2, rows=16, use="trained"))
-    with StepRecorder(LearnerConfig(), real_run.kafka, real_run.name, "{}") as recorder:
-        progress = LearnerPosition()
-        for step, uses in ((0, ()), (1, trained)):
-            record = recorder.record(step, uses, 3, {}, StepParams(f"{step}.checksum", None), progress)
-            progress = progress.after(record)
-        recorder.record_skips(1, skipped, progress)
-        recorder.record_skips(2, skipped, progress)
-    eventually(lambda: 2 in read_steps(real_run.kafka, real_run.name, "default"), 60, "the last record is visible")
-    steps = read_steps(real_run.kafka, real_run.name, "default")
-    assert steps[1].uses == trained
-    assert [bool(steps[step].params_digest) for step in range(3)] == [True, True, False]
 
 
 @pytest.mark.long

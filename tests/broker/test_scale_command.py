@@ -1,12 +1,9 @@
 """`rollstream steer scale`: what it records on a real broker, and the processes of a run that follow it."""
 
-import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -21,14 +18,11 @@ from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import TopicsConfig
-from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.groups import members
 from rollstream.topics.steering_follower import SteeringFollower
-from tests.support.command_line import answer_of
+from tests.model.test_scale_command import PARTITIONS, said, shown
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
-
-PARTITIONS = 3
 
 
 @pytest.fixture
@@ -40,54 +34,11 @@ def run(real_run: RealRun) -> RealRun:
     return real_run.prepare()
 
 
-def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, "scale", *words, *run.command()[4:])
-
-
-def shown(run: RealRun) -> Any:
-    return json.loads(said(run, "--json").stdout)
-
-
-def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) -> None:
-    assert shown(run) == {}
-    assert said(run, "env=8", "group=3", "infer=2").returncode == 0
-    assert shown(run) == {"env": 8, "group": 3, "infer": 2}
-    assert said(run, "env=auto", "infer=5").returncode == 0
-    assert steering.state(run.kafka, run.name)["processes"] == {"group": 3, "infer": 5}
-    for words, remedy in {
-        ("group=4",): "has 3 partitions, each read by one process; `rollstream fork --partitions` starts a run",
-        ("env=0",): "at least one process is needed",
-        ("learn=2",): "set learner.processes and start `rollstream run` again",
-        ("label=2",): "set labeling.processes",
-        ("workers=2",): "roles that can be scaled: env, group, infer, gateway, eval",
-        ("env",): "write ROLE=N",
-        ("env=many",): "write env=2, or env=auto",
-        ("env=9999",): "at most 512",
-        ("env=3", "group=9"): "3 partitions",
-    }.items():
-        refused = said(run, *words)
-        assert (refused.returncode, remedy in refused.stderr) == (2, True), refused.stderr
-    assert shown(run) == {"group": 3, "infer": 5}, "a refused command records nothing"
-    with pytest.raises(ConfigurationError, match="there is no command 'fly'; commands are scale"):
-        steering.record(run.kafka, run.name, {"command": "fly"})
-    with pytest.raises(ConfigurationError, match="needs 'processes'"):
-        steering.record(run.kafka, run.name, {"command": "scale"})
-
-
 def test_a_number_that_a_run_has_no_room_for_is_off_the_record_once_the_run_has_said_so(run: RealRun) -> None:
     with begun(run) as groups:
         assert said(run, "env=512").returncode == 0
         groups.await_refusal("env=512 is not followed: max_policy_lag")
     assert shown(run) == {}
-
-
-def test_a_number_that_a_run_refuses_gives_way_to_the_number_that_it_keeps(run: RealRun) -> None:
-    assert said(run, "env=512", "infer=2").returncode == 0
-    steering.put_back(run.kafka, run.name, "infer", 3, None)
-    assert shown(run) == {"env": 512, "infer": 2}, "another number is wanted by now"
-    steering.put_back(run.kafka, run.name, "infer", 2, None)
-    steering.put_back(run.kafka, run.name, "env", 512, 4)
-    assert shown(run) == {"env": 4}
 
 
 def settings(run: RealRun) -> RunConfig:

@@ -3,7 +3,7 @@
 from tests.affected import affected, dependencies
 
 ROLE = "pipeline/roles/label.py"
-USER_TEST, UNIT_TEST = "tests/broker/test_labeling.py", "tests/unit/topics/test_codec.py"
+USER_TEST, UNIT_TEST = "tests/model/test_labeling.py", "tests/unit/topics/test_codec.py"
 GRAPH = dependencies(
     [ROLE, USER_TEST, UNIT_TEST, "tests/conftest.py", "tests/support/runs.py", "topics/codec.py", "infra/broker.py"]
 )

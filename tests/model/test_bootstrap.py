@@ -84,6 +84,7 @@ def test_topics_apply_twice_at_once_leaves_a_run_whose_books_close(real_run: Rea
     assert ledger(run.kafka, run.name).balanced
 
 
+@pytest.mark.kafka  # a process that stops itself
 def test_a_process_paused_before_its_commit_is_fenced_by_recover_and_doubles_nothing(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))

@@ -77,6 +77,7 @@ def assignments(log: str) -> list[list[int]]:
     return [json.loads(line)["partitions"] for line in log.splitlines() if '"event": "assigned"' in line]
 
 
+@pytest.mark.kafka  # not tried over the model yet
 @pytest.mark.long
 def test_a_grouper_without_partitions_has_the_group_assign_those_that_belong_to_nobody(real_run: RealRun) -> None:
     real_run.prepare()

@@ -18,7 +18,7 @@ from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from tests.broker.test_bootstrap import pausing_grouper
+from tests.model.test_bootstrap import pausing_grouper
 from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
@@ -125,6 +125,7 @@ def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(r
 
 
 @pytest.mark.long
+@pytest.mark.kafka  # its neighbour stops itself
 def test_a_grouper_outlives_a_neighbour_whose_transaction_stands_open_for_longer_than_half_a_minute(
     real_run: RealRun,
 ) -> None:
