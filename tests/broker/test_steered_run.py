@@ -87,7 +87,7 @@ def test_a_drained_run_ends_with_nothing_in_flight_also_over_kills_and_goes_on_w
     run.await_steps(1)
     killed_at(run, lambda: run.say("stop", "--drain"))
     assert run.process.wait(600) == 0, run.output
-    assert "as `rollstream steer stop --drain` asked; nothing is in flight" in run.output
+    assert "as `rollstream steer stop --drain` asked, with nothing in flight" in run.output
     assert "role_killed" not in run.output
     books = ledger(run.kafka, run.name)
     assert (books.problems, books.in_flight) == ([], 0)
