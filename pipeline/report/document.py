@@ -25,11 +25,13 @@ class _Chart(NamedTuple):
 _SECTIONS: Mapping[str, tuple[_Chart, ...]] = {
     "Learning": (
         _Chart(
-            "Reward", ("reward/produced", "trained/reward"), "mean over rollouts produced, and over those trained on"
+            "Reward",
+            ("reward/", "trained/reward"),
+            "mean over rollouts produced, of all environments and of each, and over those trained on",
         ),
         _Chart("Success by environment", ("success/",), "share of rollouts, by the step that published their version"),
-        _Chart("Length in sampled tokens", ("length/produced", "trained/completions/mean_length")),
-        _Chart("Truncated", ("truncated/produced", "trained/completions/clipped_ratio"), "share of rollouts"),
+        _Chart("Length in sampled tokens", ("length/", "trained/completions/mean_length")),
+        _Chart("Truncated", ("truncated/", "trained/completions/clipped_ratio"), "share of rollouts"),
     ),
     "Optimization": (
         _Chart("Loss", ("loss",)),

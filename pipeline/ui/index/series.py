@@ -82,7 +82,9 @@ def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points
             f"reward/{environment}": reward,
             f"success/{environment}": successes,
             "length/produced": sampled,
+            f"length/{environment}": sampled,
             "truncated/produced": truncated,
+            f"truncated/{environment}": truncated,
         }
         for name, value in figures.items() if version in steps else ():
             sums[name][steps[version]].append((value, count))

@@ -61,7 +61,10 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
         "--json",
     )
     [row] = json.loads(answer.stdout)
-    assert re.search(rf"reward/produced</th>.*?data-value=\"{row['r']}\"", page)
+    for name in ("reward/produced", "reward/env"):
+        assert re.search(rf"{name}</th>.*?data-value=\"{row['r']}\"", page)
+    assert "length/env</th>" in page
+    assert "truncated/env</th>" in page
     assert f'<td data-name="trained">{5 * ROWS}</td>' in page
     for words in ("Learner", "default", "Environments", "env", "Reward", "Loss", "Groups of zero variance"):
         assert words in Page(page).text

@@ -355,6 +355,16 @@ def test_a_version_that_was_rolled_back_to_is_at_the_step_of_the_rollback(tmp_pa
     assert curve(tmp_path, [*made, *policies], "reward/produced") == ([10, 20], [0.25, 0.75])
 
 
+def test_curves_of_environments_are_apart_and_together(tmp_path: Path) -> None:
+    run = MadeRun()
+    easy = rollout("x", 0, policy_version=1, environment="easy", reward=1.0)
+    hard = rollout("y", 0, policy_version=1, environment="hard", reward=0.0, truncated=True)
+    records = [run.policy(1, step=10), *(run.record("rollouts", 0, encode(each)) for each in (easy, hard))]
+    for name, values in {"reward": [1.0, 0.0, 0.5], "truncated": [0.0, 1.0, 0.5], "length": [3.0, 3.0, 3.0]}.items():
+        for of, value in zip(("easy", "hard", "produced"), values, strict=True):
+            assert curve(tmp_path / of, records, f"{name}/{of}") == ([10], [value]), (name, of)
+
+
 def test_numbers_too_large_to_be_added_up_have_no_mean(tmp_path: Path) -> None:
     run = MadeRun()
     huge = {"exact": 1e308}
