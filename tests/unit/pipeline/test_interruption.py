@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.audit.process_pool import ProcessLost, spread
+from tests.support.command_line import in_full
 from tests.support.interrupting import LIMIT_S, LINE, FairTime, assert_ends_at_once, interrupt
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -23,7 +24,7 @@ COMMANDS = (
 
 
 def command(words: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("rollstream")), *words.split(), "-b", NOBODY]
+    return [str(Path(sys.executable).with_name("rollstream")), *in_full(words.split()), "-b", NOBODY]
 
 
 @pytest.mark.parametrize("words", ["ledger", pytest.param("run", marks=pytest.mark.long)])
