@@ -134,14 +134,15 @@ def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | Non
     steering.write(kafka, run, steering.PROCESSES, records)
 
 
-def put_back(kafka: KafkaConfig, run: str, role: str, refused: int, kept: int | None) -> None:
-    """Record the number of processes that a run keeps in place of one that it cannot use, unless another is wanted now.
+def put_back(kafka: KafkaConfig, run: str, refused: DesiredProcesses, kept: int | None) -> None:
+    """Record the number of processes that a run keeps in place of a request that it cannot follow, unless there is
+    another request by now, even for the same number: that one is answered, too.
 
     None stands for the number in the settings. Other processes follow these numbers, too: workers would send requests
     to servers that do not exist. Raises TopicError, BrokerUnavailable or DeliveryError.
     """
-    if steering.desired_state(kafka, run).numbers.get(role) == refused:
-        _write_numbers(kafka, run, {role: kept}, time.time())
+    if steering.desired_state(kafka, run).processes.get(refused.role) == refused:
+        _write_numbers(kafka, run, {refused.role: kept}, time.time())
 
 
 def _check_scaled(kafka: KafkaConfig, run: str, role: str) -> None:

@@ -75,12 +75,12 @@ class SteeredProcesses:
         *,
         scaler: GroupScaler | None,
         say: Callable[[str], None],
-        put_back: Callable[[str, int, int | None], None],
+        put_back: Callable[[DesiredProcesses, int | None], None],
         answer: Callable[[str, float, str], None] = lambda _request, _time, _refused: None,
     ) -> None:
         """`config` is complete and was written to `path`; `running` is the result of `begin_with`, whose processes
         already run. `scaler`, if there is one, controls the grouping processes. `put_back` records the number of
-        processes of a role that the run keeps (None: as configured) in place of one that it refuses.
+        processes that the run keeps (None: as configured) in place of a request that it refuses.
         `answer` records the answer to the request of a key and time: why it is refused, or nothing."""
         self._config, self._path, self._scaler, self._say = config, path, scaler, say
         self._put_back, self._answer = put_back, answer
@@ -142,7 +142,7 @@ class SteeredProcesses:
             _check_ports(self._config, role, added)
         except ConfigurationError as error:
             kept = numbered.processes
-            self._keep(role, number, None if kept == self._configured.get(role, 0) else kept)
+            self._keep(role, None if kept == self._configured.get(role, 0) else kept)
             return f"{role}={number} is not followed: {error}"
         if number != numbered.processes:
             self._say(f"{role} has {numbered.processes} processes and will have {number}")
@@ -163,16 +163,19 @@ class SteeredProcesses:
             why = f"worker {idle[0]} would have nothing to play"
         else:
             return ""
-        self._keep(name, wanted, None)
+        self._keep(name, None)
         return f"{name}={wanted} is not followed: {why}"
 
-    def _keep(self, role: str, refused: int, kept: int | None) -> None:
+    def _keep(self, role: str, kept: int | None) -> None:
+        """Put the number that is kept in place of the request of a role; nothing is on record without one."""
+        if (refused := self._seen.get(role)) is None:
+            return
         try:
-            self._put_back(role, refused, kept)
+            self._put_back(refused, kept)
         except RollstreamError as error:
             self._say(
-                f"{role}={refused} stays on record, and other processes may follow it: run `rollstream steer scale "
-                f"{role}={'auto' if kept is None else kept}` ({error})"
+                f"{role}={refused.processes} stays on record, and other processes may follow it: run `rollstream steer "
+                f"scale {role}={'auto' if kept is None else kept}` ({error})"
             )
 
     def _spec_of(self, name: str) -> Callable[[int], RoleSpec]:

@@ -10,7 +10,7 @@ from tests.simulation.threads import virtual_threads
 from tests.support.run_fixtures import _compile_once, compiled, kafka, real_run, run  # noqa: F401
 
 _MOST_STEPS = 3_000_000
-_MARKER_S, _CONNECT_S = 0.02, 0.03
+_MARKER_S, _CONNECT_S = 0.02, 0.05
 """As on a broker without faults: a client that connects after a commit sees what was committed."""
 
 

@@ -10,6 +10,8 @@ import pytest
 from rollstream.pipeline import steering
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import DesiredProcesses
+from rollstream.topics.steering import desired_state
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 
@@ -59,10 +61,16 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
         steering.record(run.kafka, run.name, {"command": "scale"})
 
 
+def requests(run: RealRun) -> dict[str, DesiredProcesses]:
+    return desired_state(run.kafka, run.name).processes
+
+
 def test_a_number_that_a_run_refuses_gives_way_to_the_number_that_it_keeps(run: RealRun) -> None:
     assert said(run, "env=512", "infer=2").returncode == 0
-    steering.put_back(run.kafka, run.name, "infer", 3, None)
-    assert shown(run) == {"env": 512, "infer": 2}, "another number is wanted by now"
-    steering.put_back(run.kafka, run.name, "infer", 2, None)
-    steering.put_back(run.kafka, run.name, "env", 512, 4)
+    refused = requests(run)
+    assert said(run, "infer=2").returncode == 0
+    steering.put_back(run.kafka, run.name, refused["infer"], None)
+    assert shown(run) == {"env": 512, "infer": 2}, "there is another request by now, for the same number"
+    steering.put_back(run.kafka, run.name, requests(run)["infer"], None)
+    steering.put_back(run.kafka, run.name, refused["env"], 4)
     assert shown(run) == {"env": 4}

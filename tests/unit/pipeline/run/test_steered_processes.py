@@ -66,7 +66,7 @@ def steered_run(
         ServicePorts(config),
         scaler=None,
         say=lines.append,
-        put_back=lambda *numbers: kept.append(numbers),
+        put_back=lambda refused, processes: kept.append((refused.role, refused.processes, processes)),
         answer=lambda *answer: None if answers is None else answers.append(answer),
     )
 
