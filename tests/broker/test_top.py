@@ -6,23 +6,11 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 
-import pytest
-
-from rollstream.topics.config import KafkaConfig
-from tests.model.test_top import READING, ROLLOUTS
-from tests.support.runs import RealRun, rollout
+from tests.model.test_top import READING, watched_run  # noqa: F401
+from tests.support.runs import RealRun
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.fixture(scope="module")
-def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
-    real = RealRun(KafkaConfig(bootstrap_servers=broker), "watched", tmp_path_factory.mktemp("watched"))
-    real.prepare().send(rollout(f"g{n}", 0) for n in range(ROLLOUTS))
-    yield real
-    real.stop()
 
 
 def test_a_terminal_shows_it_until_it_is_read(run: RealRun) -> None:

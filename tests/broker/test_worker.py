@@ -38,6 +38,7 @@ from rollstream.topics.records import (
     Rollout,
 )
 from rollstream.topics.validation import cancellation_problems, problems
+from tests.support.journal_records import journal_record
 from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving
 from tests.support.waiting import eventually
 
@@ -312,23 +313,10 @@ def test_a_worker_without_a_policy_says_what_is_missing(kafka: KafkaConfig, run_
 
 
 def journal(partition: int, position: int, produced: int, dropped: int = 0) -> JournalRecord:
-    return JournalRecord(
+    return journal_record(
         partition=partition,
-        sequence=0,
-        core_version=1,
-        topic_id="",
-        partitions=2,
-        begin=0,
         position=position,
         watermark=position,
-        watermark_stream_time_ms=0,
-        watermark_policy_version=0,
-        watermark_generation=0,
-        watermark_configuration="{}",
-        stream_time_ms=0,
-        policy_version=0,
-        generation=0,
-        batch_number=0,
         counts=(FateCount(environment="dsort3", fate="dropped:zero_variance", rollouts=dropped, tokens=0),),
         produced=(FateCount(environment="dsort3", fate="read", rollouts=produced, tokens=0),),
     )

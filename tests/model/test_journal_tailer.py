@@ -17,6 +17,7 @@ from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
+from tests.support.journal_records import journal_record
 from tests.support.waiting import eventually
 
 ROLLOUTS = 4
@@ -42,23 +43,10 @@ def transaction(writer: Producer, *, commit: bool = True) -> Iterator[None]:
 
 
 def journal(partition: int, position: int) -> JournalRecord:
-    return JournalRecord(
+    return journal_record(
         partition=partition,
-        sequence=0,
-        core_version=1,
-        topic_id="",
-        partitions=2,
-        begin=0,
         position=position,
         watermark=position,
-        watermark_stream_time_ms=0,
-        watermark_policy_version=0,
-        watermark_generation=0,
-        watermark_configuration="{}",
-        stream_time_ms=0,
-        policy_version=0,
-        generation=0,
-        batch_number=0,
         counts=(FateCount(environment="add", fate="dropped:late", rollouts=1, tokens=0),),
         produced=(FateCount(environment="add", fate="read", rollouts=position, tokens=0),),
     )

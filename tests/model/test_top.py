@@ -29,8 +29,8 @@ ROLLOUTS = 2500
 READING = re.compile(r"reading history, (\d+) %")
 
 
-@pytest.fixture(scope="module")
-def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+@pytest.fixture(scope="module", name="run")
+def watched_run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     real = RealRun(KafkaConfig(bootstrap_servers=broker), "watched", tmp_path_factory.mktemp("watched"))
     real.prepare().send(rollout(f"g{n}", 0) for n in range(ROLLOUTS))
     yield real

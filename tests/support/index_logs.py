@@ -29,6 +29,7 @@ from rollstream.topics.records import (
     Turn,
 )
 from rollstream.topics.rl_examples import batch_digest
+from tests.support.journal_records import journal_record
 
 RUN = "made"
 BEGAN_MS = 1_790_000_000_000
@@ -132,22 +133,15 @@ class MadeRun:
         sequence = self._sequence[partition]
         self._sequence[partition] += 1
         end = self._ends[ROLLOUTS, partition]
-        return JournalRecord(
+        return journal_record(
             partition=partition,
             sequence=sequence,
-            core_version=1,
-            topic_id="id",
             partitions=self._partitions,
             begin=begin,
             position=end,
             watermark=end,
-            watermark_stream_time_ms=0,
             watermark_policy_version=self._version,
-            watermark_generation=0,
-            watermark_configuration="",
-            stream_time_ms=0,
             policy_version=self._version,
-            generation=0,
             batch_number=batch.number + 1,
             finished=finished,
             drops=drops,

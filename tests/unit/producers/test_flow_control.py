@@ -18,7 +18,8 @@ from rollstream.producers.flow_control import (
 )
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.journal_counts import JournalCounts
-from rollstream.topics.records import FateCount, JournalRecord
+from rollstream.topics.records import FateCount
+from tests.support.journal_records import journal_record
 
 # resting 2 * (5 - 1 + 4) = 16, limit 6 * 16 - 16 = 80, floor 16 + 16 = 32, share (80 - 32) / 2 = 24
 CONFIG = CapacityConfig(max_policy_lag=5, rollouts_per_step=16, partitions=2, batch_rollouts=5, group_size=4, workers=2)
@@ -50,22 +51,11 @@ def test_a_group_starts_only_within_the_share_and_the_limit(outstanding: int, mi
 
 
 def test_the_journal_counts_what_is_finished_untrained() -> None:
-    record = JournalRecord(
-        partition=0,
+    record = journal_record(
         sequence=3,
-        core_version=1,
-        topic_id="t",
-        partitions=2,
         begin=10,
         position=40,
         watermark=30,
-        watermark_stream_time_ms=0,
-        watermark_policy_version=0,
-        watermark_generation=0,
-        watermark_configuration="{}",
-        stream_time_ms=0,
-        policy_version=0,
-        generation=0,
         batch_number=2,
         counts=(
             fate("batched", 9),

@@ -15,6 +15,7 @@ from rollstream.producers.environment_counts import EnvironmentCounts
 from rollstream.producers.flow_control import FlowControl, PartitionProgress, RunProgress
 from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.records import FateCount, JournalRecord
+from tests.support.journal_records import journal_record
 
 GROUP = 8
 FAST, SLOW = "fast", "slow"
@@ -135,23 +136,11 @@ class Simulation:
         produced.update(environment for environment, _version in log[read:])
         batched.update(environment for environment, _version in log[cut : self.cut[partition]])
         self.seen[partition] = len(log), self.cut[partition]
-        return JournalRecord(
+        return journal_record(
             partition=partition,
             sequence=1,
-            core_version=1,
-            topic_id="t",
             partitions=len(self.logs),
-            begin=0,
             position=len(log),
-            watermark=0,
-            watermark_stream_time_ms=0,
-            watermark_policy_version=0,
-            watermark_generation=0,
-            watermark_configuration="{}",
-            stream_time_ms=0,
-            policy_version=0,
-            generation=0,
-            batch_number=0,
             counts=tuple(FateCount(environment=e, fate="batched", rollouts=n, tokens=0) for e, n in batched.items()),
             produced=tuple(FateCount(environment=e, fate="read", rollouts=n, tokens=0) for e, n in produced.items()),
         )

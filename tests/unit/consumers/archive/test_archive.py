@@ -25,8 +25,9 @@ from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, NamedArray, Rollout
+from rollstream.topics.records import BatchUse, Drop, LearnerStep, NamedArray, Rollout
 from tests.support.archiving import DAY_MS, LOG_OF_TWO, Merging, Stopped, StoppingStore, archive_all, entry, held
+from tests.support.journal_records import journal_record
 from tests.support.runs import rollout
 
 
@@ -392,11 +393,7 @@ def test_a_number_that_no_column_has_room_for_leaves_its_record_in_the_log_alone
 
 def test_drops_steps_and_uses_are_rows() -> None:
     drop = Drop(offset=7, reason="late", uid="u", environment="env", policy_version=3, age_ms=9, tokens=4)
-    journal = JournalRecord(
-        partition=0, sequence=0, core_version=1, topic_id="t", partitions=1, begin=0, position=0, watermark=0,
-        watermark_stream_time_ms=0, watermark_policy_version=0, watermark_generation=0, watermark_configuration="",
-        stream_time_ms=0, policy_version=0, generation=0, batch_number=0, drops=(drop,),
-    )  # fmt: skip
+    journal = journal_record(drops=(drop,))
     use = BatchUse(batch_id="0-0", index_offset=0, rows=4, use="trained")
     step = LearnerStep(
         learner="main", step=1, input_run="main", uses=(use,),

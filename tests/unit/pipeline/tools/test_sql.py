@@ -23,8 +23,9 @@ from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.cli import main
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep
+from rollstream.topics.records import BatchUse, Drop, LearnerStep
 from tests.support.batches import random_batch
+from tests.support.journal_records import journal_record
 from tests.support.runs import rollout
 
 DAY_MS = 86_400_000
@@ -42,11 +43,7 @@ def fill(store: Store, run: str = "main") -> None:
     ]
     batched = random_batch(0, rows=4)
     drops = tuple(Drop(offset=n, reason="late", environment="sub/1", age_ms=10 * n, tokens=6) for n in (4, 5))
-    journal = JournalRecord(
-        partition=0, sequence=0, core_version=1, topic_id="t", partitions=1, begin=0, position=0, watermark=0,
-        watermark_stream_time_ms=0, watermark_policy_version=0, watermark_generation=0, watermark_configuration="",
-        stream_time_ms=0, policy_version=0, generation=0, batch_number=0, drops=drops,
-    )  # fmt: skip
+    journal = journal_record(drops=drops)
     steps = [
         LearnerStep(
             learner="main", step=step, input_run=run, uses=(used(step),), position=1, policy_version=step,
