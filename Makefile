@@ -93,7 +93,7 @@ run-check: lint
 	@$(BIN)/python -m tests.affected $(ARGS) >$(VENV)/affected-tests
 	$(BIN)/python -m pytest @$(VENV)/affected-tests tests/museum -n $$(($(CORES) + 1)) $(BY_FILE) -m "not long" $(OR_NAMED)
 
-test: run-test ## Run the tests (some fifteen minutes on two cores), e.g. make test ARGS="-k fold"
+test: run-test ## Run the tests (some ten minutes on two cores), e.g. make test ARGS="-k fold"
 	@$(SAY_FAILED)
 
 test-unit: run-unit ## Run the tests that need no broker
