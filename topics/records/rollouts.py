@@ -107,6 +107,13 @@ class Rollout:
         return self.logprobs[self.prompt_length :]
 
 
+# Python puts this name before "() got an unexpected keyword argument"; a wrapper would slow every construction.
+Rollout.__init__.__qualname__ = (
+    "a rollout with env_name, prompt_tokens and episode_reward is rollstream.topics.records.OldRollout, with "
+    "metadata=(OldMetadata(...),); Rollout.__init__"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupCancelled:
     """Members of a group that it shall not wait for, because of an infrastructure fault or because a labeler left them

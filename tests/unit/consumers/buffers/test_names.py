@@ -20,7 +20,7 @@ from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuff
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.consumers.weights.state_manager import LocalStateManager
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records import OldGroup, OldMetadata, OldRollout, RolloutBatch
+from rollstream.topics.records import OldGroup, OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
 from rollstream.topics.rl_examples import RLExample
 from tests.support.paths import ROOT
 
@@ -65,6 +65,12 @@ def test_a_buffer_of_a_root_path_a_compression_and_a_maker_stores_groups_and_bat
     replay_buffer.close()
     with GroupReplayBuffer(root_path=tmp_path) as again:
         assert (again.environment, again.size()) == ("math_problems", 1)
+
+
+def test_a_rollout_of_the_documents_is_refused_with_the_class_to_use() -> None:
+    own = RolloutMetadata(worker_id="w", timestamp=1.0, weight_step=0)
+    with pytest.raises(TypeError, match=r"records.OldRollout, with metadata=\(OldMetadata.*argument 'env_name'"):
+        Rollout(env_name="math", env_example_id="q", metadata=own)  # type: ignore[call-arg]
 
 
 def test_a_maker_without_a_store_takes_records_one_by_one_and_draws_each_once_with_its_groups_advantage() -> None:
