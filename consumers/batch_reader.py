@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import decode_as
+from rollstream.topics.codec import decode_as, frame_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, StateRefused, TopicError
 from rollstream.topics.kafka import clients, topic_admin
@@ -20,7 +20,7 @@ from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord, Place
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, TrainingBatch
-from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of
+from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of, has_digest
 from rollstream.topics.traces.way import batch_fetched
 
 _AHEAD_BYTES = 128 * 1024 * 1024
@@ -140,7 +140,6 @@ class BatchFetcher(Closing):
         run: str,
         *,
         wait_s: float = 60.0,
-        check_digests: bool = True,
         ahead_bytes: int = _AHEAD_BYTES,
     ) -> None:
         """Wait up to `wait_s` for a batch the index names; keep up to `ahead_bytes` of batches read before their turn.
@@ -149,7 +148,6 @@ class BatchFetcher(Closing):
         """
         self._run = run
         self._wait_s = wait_s
-        self._check_digests = check_digests
         # An entry of the index proves that its batch is committed, even if the commit marker has not yet reached the
         # partition of the batch.
         self._reader = Reader(kafka, isolation="read_uncommitted", partition_bytes=_PARTITION_BYTES)
@@ -159,7 +157,7 @@ class BatchFetcher(Closing):
         self._ahead: dict[Place, deque[tuple[int, bytes]]] = {}
         """Batches read before their turn, by partition, with their offsets; batches beyond the limit are read again."""
 
-    def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
+    def fetch(self, entry: BatchIndexEntry, *, check_digest: bool = True) -> TrainingBatch:
         """Return the batch that an entry names. Fetching in the order of the index is the cheapest.
 
         Raises DeadlineExceeded if the batch does not arrive, TopicError if its record is unreadable or does not match
@@ -181,8 +179,8 @@ class BatchFetcher(Closing):
                     f"{self._wait_s:g} s; the index names it, so check the broker"
                 )
         batch = decode_as(TrainingBatch, value)
-        if self._check_digests:
-            self.check(entry, batch)
+        if check_digest and not has_digest(frame_of(value), entry.digest):
+            self._compare(entry, batch)
         batch_fetched(self._run, entry, batch)
         return batch
 
@@ -190,8 +188,8 @@ class BatchFetcher(Closing):
         """Topic and partition of a batch."""
         return topic_name(self._run, "batches"), entry.partition
 
-    def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
-        """Raise TopicError unless a batch has the digest in the index."""
+    def _compare(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
+        """Raise TopicError unless the content of a batch, however it was written, has the digest in the index."""
         if not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
                 f"batch {entry.batch_id} at {self._place(entry)[0]}[{entry.partition}] offset {entry.offset} does not "
@@ -253,7 +251,6 @@ class BatchReader(Closing):
         process: int = 0,
         processes: int = 1,
         wait_s: float = 60.0,
-        check_digests: bool = True,
     ) -> None:
         """Start at index offset `start`; wait up to `wait_s` for a batch that the index already names.
 
@@ -263,7 +260,7 @@ class BatchReader(Closing):
             raise ConfigurationError(f"process {process} of {processes}; give a number from 0 to {processes - 1}")
         self._process, self._processes = process, processes
         self._index = IndexReader(kafka, run, start)
-        self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s, check_digests=check_digests)
+        self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s)
         self._round: list[IndexedBatch] = []
         self.position = start
         """Offset at which to restart readers; with several processes, always the end of a round."""

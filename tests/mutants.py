@@ -213,7 +213,7 @@ MUTANTS = (
            "an attestation trusts the digest that a batch carries",
            "        if digest != batch.digest:\n", "        if False:\n"),
     Mutant("leaves", "pipeline/audit/merkle_tree.py", AUDIT, "a node of the tree passes for an entry",
-           "hashlib.blake2b(_NODE + left + right", "hashlib.blake2b(left + right"),
+           "blake3(_NODE + left + right", "blake3(left + right"),
     # -------------------- learner
     Mutant("clip", "consumers/learner/training/surrogates.py", LOSSES,
            "the upper clip is wrong",
@@ -315,7 +315,7 @@ MUTANTS = (
            'f"{name}\\0{dtype}\\0{list(shape)}\\0{content}\\0"', 'f"{name}\\0{dtype}\\0{content}\\0"'),
     Mutant("batch-digest", "topics/rl_examples.py", ("topics/test_batch_digest.py",),
            "a batch's digest does not depend on its rewards",
-           'if column.name == "digest":', 'if column.name in ("digest", "rewards"):'),
+           'replace(batch, digest="")', 'replace(batch, digest="", rewards=batch.rewards[:0])'),
     Mutant("mark-context", "topics/signatures.py", ("topics/test_signatures.py", *CORE),
            "a signed mark is valid on every partition",
            'return _MARK + partition.to_bytes(4, "big")', "return _MARK"),

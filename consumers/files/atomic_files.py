@@ -6,7 +6,6 @@ written after the files it names never names a missing file. A write that fails 
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -16,12 +15,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from blake3 import blake3
+
 from rollstream.topics.errors import RollstreamError
 
 UNFINISHED = ".unfinished"
 """Suffix of files that are being written; no reader opens them."""
 _DIGEST_KEY = "rollstream.digest"
-_DIGEST_MARK = b"blake2b:"
+_DIGEST_MARK = b"blake3:"
 _PIECE_BYTES = 2**20
 _DIGEST_HEX = 32
 """Number of hexadecimal digits of a digest, which is computed with zeros in their place."""
@@ -154,7 +155,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
 
 
 def _digest_of(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_HEX // 2).hexdigest().encode()
+    return blake3(data).hexdigest(length=_DIGEST_HEX // 2).encode()
 
 
 def remove(path: Path) -> None:

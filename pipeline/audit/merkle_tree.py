@@ -1,25 +1,26 @@
-"""Merkle trees as in RFC 6962, over BLAKE2b-256: a root commits to a list, and a short path proves one entry of it.
+"""Merkle trees as in RFC 6962, over BLAKE3: a root commits to a list, and a short path proves one entry of it.
 
 Leaves and nodes are hashed with different prefixes, so that a node cannot be mistaken for a leaf.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from blake3 import blake3
+
 DIGEST_BYTES = 32
-EMPTY = hashlib.blake2b(digest_size=DIGEST_BYTES).digest()
+EMPTY = blake3().digest()
 """Root of the tree without leaves."""
 _LEAF, _NODE = b"\x00", b"\x01"
 
 
 def leaf_hash(content: bytes) -> bytes:
     """Return the hash of one entry."""
-    return hashlib.blake2b(_LEAF + content, digest_size=DIGEST_BYTES).digest()
+    return blake3(_LEAF + content).digest()
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
     """Return the hash of a node with two neighbours as its children."""
-    return hashlib.blake2b(_NODE + left + right, digest_size=DIGEST_BYTES).digest()
+    return blake3(_NODE + left + right).digest()
 
 
 class MerkleTree:

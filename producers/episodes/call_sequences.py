@@ -4,13 +4,13 @@ A writer asks for the earlier answer that a prompt continues; a reader rebuilds 
 Sampled tokens are therefore never rendered or tokenized again.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from rollstream.producers.json_text import readable
 from rollstream.topics.errors import RecordError
@@ -26,8 +26,8 @@ _HEAD = 64
 
 
 def token_digest(tokens: Int32) -> str:
-    """Return the BLAKE2b digest of token ids, as little-endian int32."""
-    return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+    """Return the BLAKE3 digest of token ids, as little-endian int32."""
+    return blake3(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest(length=_DIGEST_BYTES)
 
 
 def common_length(a: Int32, b: Int32) -> int:
@@ -145,12 +145,12 @@ class CallSequences:
     def continued_by(self, prompt: Int32) -> tuple[str, int] | None:
         """Return the call and answer whose whole sequence is the longest prefix of a prompt; None if there is none."""
         lengths = sorted(length for length in self._by_length if length <= len(prompt))
-        digest, done = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+        digest, done = blake3(), 0
         longest = None
         for length in lengths:
             digest.update(np.ascontiguousarray(prompt[done:length], "<i4").tobytes())
             done = length
-            longest = self._by_length[length].get(digest.copy().digest(), longest)
+            longest = self._by_length[length].get(digest.copy().digest(length=_DIGEST_BYTES), longest)
         return longest
 
     def delta_of(self, prompt: Int32, messages: Sequence[ChatMessage]) -> PromptDelta:

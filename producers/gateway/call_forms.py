@@ -4,11 +4,12 @@ The gateway adds tokens and logprobs to what the agent requests from the server,
 the agent requested them itself.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from blake3 import blake3
 
 from rollstream.producers.episodes.call_sequences import (
     PROMPT_ROLE,
@@ -124,7 +125,7 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
         raise RecordError("logprobs must be an integer")
     same = {key: value for key, value in body.items() if key not in _NOT_IN_DIGEST}
     text = json.dumps([route, idempotency_key, same], sort_keys=True, separators=(",", ":"))
-    return AgentRequest(route, body, hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest())
+    return AgentRequest(route, body, blake3(text.encode("utf-8", "replace")).hexdigest(length=16))
 
 
 def server_request(
@@ -172,7 +173,7 @@ def _tools_digest(body: Mapping[str, Any]) -> str:
     rendered = [value for value in (tools, body.get("chat_template_kwargs")) if value]
     if not rendered:
         return ""
-    return hashlib.blake2b(json.dumps(rendered, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return blake3(json.dumps(rendered, sort_keys=True).encode()).hexdigest(length=16)
 
 
 def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any] | None:

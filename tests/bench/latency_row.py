@@ -76,7 +76,7 @@ def row(name: str, rate: int) -> Callable[[Settings], LatencyRow]:
 def _grouped(settings: Settings, rate: int, seed: int) -> Measured:
     with (
         prepared(settings, "latency", GroupingConfig(batch_rollouts=_BATCH_ROLLOUTS)) as run,
-        BatchReader(settings.kafka, run, check_digests=False) as reader,
+        BatchReader(settings.kafka, run) as reader,
         ready_child("grouping_process", settings, run) as child,
         Production(settings, run, rate, seed) as production,
     ):

@@ -4,7 +4,6 @@ A row is a rollout in its wire format (Avro), with its advantage and number of d
 are in the schema's metadata. The digest is checked first, because Arrow can crash on damaged input.
 """
 
-import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+from blake3 import blake3
 
 from rollstream.consumers.files.atomic_files import StoreError, replacing
 from rollstream.topics.codec import decode_as, encode
@@ -21,7 +21,7 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Float32, Rollout
 
 FILE = "rollout-buffer.arrow"
-_MAGIC = b"\nblake2b"
+_MAGIC = b"\nblake3"
 _DIGEST_BYTES = 32
 """_MAGIC and a BLAKE2b digest follow Arrow's bytes."""
 _FORM = b"rollstream.rollout_buffer"
@@ -126,7 +126,7 @@ class _DigestingFile(io.RawIOBase):
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._hash = blake3()
 
     def writable(self) -> bool:
         return True
@@ -144,6 +144,6 @@ def _checked_bytes(path: Path) -> memoryview:
     data = memoryview(path.read_bytes())
     end = len(data) - _DIGEST_BYTES
     content = data[: max(0, end - len(_MAGIC))]
-    if data[len(content) :] != _MAGIC + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest():
+    if data[len(content) :] != _MAGIC + blake3(content).digest(length=_DIGEST_BYTES):
         raise ValueError("it is damaged: its content differs from what was written")
     return content

@@ -4,7 +4,6 @@ Pages have Parquet's own checksums, which other readers verify too. The footer c
 and a digest of itself, both under one key, so it can be trusted without reading the pages.
 """
 
-import hashlib
 import io
 import os
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from blake3 import blake3
 
 from rollstream.consumers.files.atomic_files import StoreError, replacing
 
 _KEY = b"rollstream.digests"
-_MARK = b"blake2b:"
+_MARK = b"blake3:"
 _HEX = 32
 """Number of hexadecimal digits of a digest. The first digest covers the bytes before the footer, the second the footer
 with zeros in place of the second digest."""
@@ -80,7 +80,7 @@ def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
 
 
 def _digest(data: bytes | bytearray | memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_HEX // 2).hexdigest().encode()
+    return blake3(data).hexdigest(length=_HEX // 2).encode()
 
 
 def _damaged(path: Path) -> StoreError:

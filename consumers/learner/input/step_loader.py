@@ -89,7 +89,7 @@ class BatchLoader:
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
         self._config = config
         self._process = process
-        self._fetcher = BatchFetcher(kafka, config.input_run or run, check_digests=False)
+        self._fetcher = BatchFetcher(kafka, config.input_run or run)
         self._kept: OrderedDict[int, TrainingBatch] = OrderedDict()
         self._kept_bytes = 0
 
@@ -98,7 +98,6 @@ class BatchLoader:
         batch = self._kept.get(read.index_offset)
         if batch is None:
             batch = self._fetcher.fetch(read.entry)
-            self._fetcher.check(read.entry, batch)
             self._kept[read.index_offset] = batch
             self._kept_bytes += _size(batch)
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
@@ -119,11 +118,9 @@ class BatchLoader:
             if plan.drawn:
                 batches[read.index_offset] = self.fetch(read)
                 continue
-            batches[read.index_offset] = batch = self._fetcher.fetch(read.entry)
-            # One process checks each batch; if the check fails, all processes end. The check does not run in a separate
-            # thread: switching between that thread and the short operations of packing would cost more than it saves.
-            if read.index_offset in checked:
-                self._fetcher.check(read.entry, batch)
+            # One process checks each batch; if the check fails, all processes end.
+            mine = read.index_offset in checked
+            batches[read.index_offset] = self._fetcher.fetch(read.entry, check_digest=mine)
         packed, outcomes = packed_step(config, plan, batches)
         return LoadedStep(plan=plan, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
 

@@ -3,10 +3,11 @@
 Any program that has the records can compute the same entries.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
+
+from blake3 import blake3
 
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest, TrainingBatch
@@ -22,8 +23,8 @@ def canonical(value: Any) -> bytes:
 
 
 def digest_of(data: bytes | None) -> str:
-    """Return the BLAKE2b-256 digest of some bytes, in hexadecimal; None counts as no bytes."""
-    return hashlib.blake2b(data or b"", digest_size=32).hexdigest()
+    """Return the BLAKE3 digest of some bytes, in hexadecimal; None counts as no bytes."""
+    return blake3(data or b"").hexdigest()
 
 
 def rollout_leaf(message: KafkaRecord, uid: str, fate: str, batch: str, row: int) -> Leaf:

@@ -4,7 +4,6 @@ The file can be deleted at any time; the topics are then read from the beginning
 damaged or of another version, or if the topics no longer hold what was read; the reason is reported.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -12,6 +11,8 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
@@ -157,7 +158,7 @@ class LiveLedger(Closing):
 
 def _packed(state: dict[str, Any]) -> bytes:
     body = zlib.compress(json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode(), 1)
-    return _MARK + b"%d " % VERSION + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+    return _MARK + b"%d " % VERSION + blake3(body).digest(length=_DIGEST_BYTES) + body
 
 
 def _unpacked(data: bytes) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _unpacked(data: bytes) -> dict[str, Any]:
     if int(mark) != VERSION:
         raise Outdated(f"it is of version {int(mark)}, but this release uses version {VERSION}")
     digest, body = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != digest:
+    if blake3(body).digest(length=_DIGEST_BYTES) != digest:
         raise Outdated("it is damaged: its bytes are not those that were written")
     state: dict[str, Any] = json.loads(zlib.decompress(body))
     return state

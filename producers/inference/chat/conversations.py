@@ -4,13 +4,13 @@ A turn is found only if every message up to its answer is sent back unchanged, a
 then not tokenised again. A changed history counts as a new conversation.
 """
 
-import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool
 from rollstream.topics.records import Int32
@@ -73,4 +73,4 @@ def _key(session: str, messages: Sequence[Message], tools: Sequence[Tool], varia
     # Ignore reasoning: clients rarely send it back, and the remembered tokens contain it.
     shown = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
     conversation = json.dumps([session, list(tools), variables, shown], sort_keys=True)
-    return hashlib.blake2b(conversation.encode(), digest_size=16).digest()
+    return blake3(conversation.encode()).digest(length=16)

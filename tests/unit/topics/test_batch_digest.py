@@ -1,13 +1,14 @@
 """The digest of a batch depends on each of its fields."""
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
+from rollstream.topics.codec import encode
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.rl_examples import batch_digest, has_digest
 from tests.support.batches import random_batch
 
 BATCH = random_batch(3)
@@ -26,6 +27,8 @@ def changed(value: Any) -> Any:
         )
     if isinstance(value, tuple):
         return value[1:] if value else ("more",)
+    if value in get_args(get_type_hints(TrainingBatch)["cut"]):
+        return "drain"
     return value + ("x" if isinstance(value, str) else 1)
 
 
@@ -38,3 +41,12 @@ def test_a_digest_depends_on_each_field(name: str) -> None:
 def test_a_digest_does_not_depend_on_the_one_a_batch_carries() -> None:
     assert isinstance(BATCH, TrainingBatch)
     assert batch_digest(replace(BATCH, digest="another")) == batch_digest(BATCH)
+
+
+def test_the_bytes_of_a_record_show_the_digest_that_its_batch_has_and_carries() -> None:
+    frame = encode(replace(BATCH, digest=batch_digest(BATCH)))
+    assert has_digest(frame, batch_digest(BATCH))
+    assert not has_digest(frame, "0" * 64)
+    assert not has_digest(encode(replace(BATCH, digest="0" * 64)), "0" * 64)
+    for at in (0, 20, len(frame) // 2, len(frame) - 70):
+        assert not has_digest(frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :], batch_digest(BATCH))

@@ -6,11 +6,12 @@ the fold, expects the same of the logs that it knows. After an intended change o
 `python -m tests.unit.consumers.grouping.core.test_golden_logs` writes the digests again; review which ones differ.
 """
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+
+from blake3 import blake3
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.makers.registry import MAKERS
@@ -85,7 +86,7 @@ def digest(driver: GroupingTestDriver) -> str:
         ),
         (journal[-1].watermark, journal[-1].position, driver.fold.next_deadline_ms),
     )
-    return hashlib.blake2b(json.dumps(seen).encode(), digest_size=8).hexdigest()
+    return blake3(json.dumps(seen).encode()).hexdigest(length=8)
 
 
 def skipped_in(seed: int) -> int | None:
