@@ -147,6 +147,7 @@ def set_handler(
         parser.add_argument("--json", action="store_true", help="print JSON")
 
     def run(args: argparse.Namespace) -> int:
+        from rollstream.consumers.freed_memory import reuse_freed_memory
         from rollstream.topics import logs
 
         config = config_of(args)
@@ -154,6 +155,7 @@ def set_handler(
         logs.setup("warning" if config.log_level == "info" and not is_role else config.log_level)
         if not is_role:
             return _explaining(config, lambda: handler(config, args))
+        reuse_freed_memory()
         if args.command not in _START_BROKERS:
             # A role of `rollstream run` waits for unreachable brokers; without this check, it would also wait for
             # brokers that refuse it.

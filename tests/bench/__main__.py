@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.freed_memory import MALLOC_SETTINGS, reuse_freed_memory
 from rollstream.infra.broker import LocalBroker
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
@@ -31,6 +32,9 @@ _REPETITIONS = {"quick": 2, "full": 3}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Return 1 if a row failed, after printing the other rows, else 0, however slow a row is."""
     args = build_parser().parse_args(arguments)
+    # Roles allocate so; here, baselines and child processes do, too.
+    if reuse_freed_memory():
+        os.environ.update({name: str(size_bytes) for name, (_, size_bytes) in MALLOC_SETTINGS.items()})
     form = "full" if args.full or args.only else "quick"
     names = args.only or (list(ROWS) if args.full else list(QUICK))
     earlier = read_document(args.compare) if args.compare else None
