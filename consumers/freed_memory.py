@@ -42,7 +42,9 @@ def reuse_freed_memory() -> bool:
     if not MALLOC_SETTINGS.keys().isdisjoint(os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    done = bool(mallopt) and all(mallopt(*setting) for setting in MALLOC_SETTINGS.values())
+    if mallopt is None:
+        return False
+    done = all(mallopt(*setting) for setting in MALLOC_SETTINGS.values())
     if done:
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     return done
