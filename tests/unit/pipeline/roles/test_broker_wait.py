@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from tests.support.waiting import LEAST_S, eventually
+from tests.support.waiting import Patience, eventually
 
 WAITS = "no broker answers yet: "
 
@@ -29,9 +28,9 @@ def nobody() -> Iterator[str]:
 
 
 def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LEAST_S
+    patience = Patience(60)
     while not check():
-        assert time.monotonic() < deadline, what
+        assert not patience.ended(what), what
         supervisor.poll(0.1)  # raises RoleFailed at the first exit
 
 
