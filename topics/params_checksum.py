@@ -6,14 +6,14 @@ per tensor leave the devices. It is an additive multiset hash (Clarke et al. 200
 and Their Application to Memory Integrity Checking") over pairs of place and word, with the mixer "lowbias32" (Wellons
 2018, "Prospecting for Hash Functions"). Tensors that differ in one word always have different checksums; tensors that
 differ in several words have the same checksum with a probability of about 2**-128. The checksum detects faults, not
-forgeries; the bytes that leave the learner are protected by SHA-256.
+forgeries; the bytes that leave the learner are protected by BLAKE3.
 """
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from rollstream.topics.arrays import dtype_name
@@ -62,11 +62,11 @@ def tensor_checksum(array: NDArray[Any]) -> tuple[int, ...]:
 
 def checksum_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]) -> str:
     """Return the digest of parameters, given the dtype name, shape and checksum of each by name."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        dtype, shape, checksum = tensors[name]
-        digest.update(f"{name}\0{dtype}\0{list(shape)}\0{list(checksum)}\0".encode())
-    return digest.hexdigest() + CHECKSUM
+    rows = (
+        f"{name}\0{dtype}\0{list(shape)}\0{list(checksum)}\0"
+        for name, (dtype, shape, checksum) in sorted(tensors.items())
+    )
+    return blake3("".join(rows).encode()).hexdigest() + CHECKSUM
 
 
 def params_checksum(params: Mapping[str, Any]) -> str:

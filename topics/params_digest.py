@@ -1,24 +1,23 @@
 """The digest that identifies parameters in memory, in manifests and in the steps of foreign trainers.
 
-It is a tree of shards, tensors and the whole. Several threads can therefore read the bytes, each byte once, and a
-changed tensor leaves the digests of all other tensors unchanged. The steps of our learner have the checksum of
-params_checksum instead.
+It is the BLAKE3 digest of a list of tensors, each with its own BLAKE3 digest, so a changed tensor leaves the digests of
+all other tensors unchanged. The steps of our learner have the checksum of params_checksum instead.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
 from rollstream.topics.arrays import dtype_name, little_endian_view
 
 TREE = ".tree"
 """Suffix of these digests."""
-SHARD_BYTES = 16 * 1024 * 1024
-"""Size of the part of a tensor that one thread digests."""
+LARGE_BYTES = 16 * 1024 * 1024
+"""Size of parameters from which other threads digest them."""
 _THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -30,7 +29,7 @@ class TensorDigest(NamedTuple):
     """Name of the dtype, as `dtype_name` gives it."""
     shape: tuple[int, ...]
     digest: str
-    """sha256 of the little-endian bytes in hexadecimal, or of the digests of the shards if there are several."""
+    """BLAKE3 of the little-endian bytes, in hexadecimal."""
 
 
 def params_digest(params: Mapping[str, Any]) -> str:
@@ -41,7 +40,13 @@ def params_digest(params: Mapping[str, Any]) -> str:
 def tensor_digests(params: Mapping[str, Any]) -> tuple[TensorDigest, ...]:
     """Digests of parameters, in name order, computed by several threads."""
     tensors = described(params)
-    digests = bytes_digests([little_endian_view(np.asarray(params[tensor.name])) for tensor in tensors])
+    views = [little_endian_view(np.asarray(params[tensor.name])) for tensor in tensors]
+    if sum(map(len, views)) < LARGE_BYTES:
+        digests = list(map(_digest, views))
+    else:
+        # blake3 releases the interpreter's lock while it digests.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = list(pool.map(_digest, views))
     return tuple(tensor._replace(digest=digest) for tensor, digest in zip(tensors, digests, strict=True))
 
 
@@ -53,27 +58,9 @@ def described(params: Mapping[str, Any]) -> tuple[TensorDigest, ...]:
 
 def tree_digest(tensors: Iterable[TensorDigest]) -> str:
     """Digest of parameters whose own digests are known."""
-    digest = hashlib.sha256()
-    for name, dtype, shape, content in sorted(tensors):
-        digest.update(f"{name}\0{dtype}\0{list(shape)}\0{content}\0".encode())
-    return digest.hexdigest() + TREE
+    rows = (f"{name}\0{dtype}\0{list(shape)}\0{content}\0" for name, dtype, shape, content in sorted(tensors))
+    return blake3("".join(rows).encode()).hexdigest() + TREE
 
 
-def bytes_digests(views: Iterable[memoryview]) -> list[str]:
-    """Digests of tensors, in order: sha256 of the bytes, or of the digests of the shards if there are several."""
-    shards = [[view[at : at + SHARD_BYTES] for at in range(0, len(view), SHARD_BYTES)] or [view] for view in views]
-    flat = [shard for group in shards for shard in group]
-    if sum(map(len, flat)) < SHARD_BYTES or _THREADS == 1:
-        digests = [hashlib.sha256(shard).digest() for shard in flat]
-    else:
-        # hashlib releases the interpreter's lock while it digests.
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = list(pool.map(lambda shard: hashlib.sha256(shard).digest(), flat))
-    remaining = iter(digests)
-    groups = [[next(remaining) for _ in group] for group in shards]
-    return [digest_of_shards(group) for group in groups]
-
-
-def digest_of_shards(digests: Sequence[bytes]) -> str:
-    """Digest of a tensor from the digests of its shards, in order."""
-    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+def _digest(view: memoryview) -> str:
+    return blake3(view).hexdigest()

@@ -1,6 +1,6 @@
 """Names of the files that hold chunks of policy versions, and the rule for when chunks go to files. No I/O.
 
-A name contains the run, the version, the number of the chunk and the SHA-256 of the bytes. Therefore two publishers
+A name contains the run, the version, the number of the chunk and the BLAKE3 of the bytes. Therefore two publishers
 never write different bytes under one name, a file belongs to one version, and its bytes can be checked against its
 name.
 """
@@ -21,7 +21,7 @@ class ChunkFile(NamedTuple):
     version: int
     chunk: int
     digest: str
-    """SHA-256 of the bytes as stored, hexadecimal."""
+    """BLAKE3 of the bytes as stored, hexadecimal."""
     whole: bool = True
     """False for a file that a killed publisher left half written, which nobody reads."""
 

@@ -4,12 +4,13 @@ A file counts once a committed manifest names it. A file that a killed publisher
 the next publisher has to write the same bytes, and removed otherwise.
 """
 
-import hashlib
 import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
+
+from blake3 import blake3
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import StoredFile, fault_of, open_store, shown
@@ -90,7 +91,7 @@ class FileWriter:
 
     def _holds(self, name: str, digest: str) -> bool:
         try:
-            return hashlib.sha256(self._store.read(name)).hexdigest() == digest
+            return blake3(self._store.read(name)).hexdigest() == digest
         except (StoreError, OSError):  # The file is written again.
             return False
 
@@ -163,7 +164,7 @@ class _Writing(NamedTuple):
         """Write a piece of the content, and retry until the store has it."""
         index, piece = numbered
         data = compress(piece) if self.codec else piece
-        digest = hashlib.sha256(data).hexdigest()
+        digest = blake3(data).hexdigest()
         name = file_name(self.writer.run, self.version, index, digest)
         delay_s = FIRST_DELAY_S
         while not self.ended.is_set():

@@ -3,13 +3,13 @@
 Bytes that do not match their digests are refused. This module needs numpy, but neither Kafka nor JAX.
 """
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from rollstream.consumers.reused_memory import ReusedMemory
@@ -19,7 +19,7 @@ from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.errors import RecordError
-from rollstream.topics.params_digest import SHARD_BYTES, TensorDigest, described, tensor_digests, tree_digest
+from rollstream.topics.params_digest import LARGE_BYTES, TensorDigest, described, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 _MOST_NAMED = 8
@@ -89,7 +89,7 @@ class ContentBuffer:
         except MemoryError as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
         whole = [tensor for tensor in manifest.tensors if tensor.changed < 0]
-        self._digests = ArrivalDigests(whole, self._data) if checked and end >= SHARD_BYTES else None
+        self._digests = ArrivalDigests(whole, self._data) if checked and end >= LARGE_BYTES else None
 
     def put(self, chunk: Chunk, data: bytes) -> None:
         """Add a stored chunk. Raises WeightsRefused if it differs from the manifest."""
@@ -167,7 +167,7 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
     differs = f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
     if len(data) != chunk.size_bytes:
         raise WeightsRefused(f"{differs}it has {len(data)} bytes instead of {chunk.size_bytes}")
-    if chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest:
+    if chunk.digest and blake3(data).hexdigest() != chunk.digest:
         raise WeightsRefused(f"{differs}its {len(data)} bytes have another digest")
     if not chunk.codec:
         return data

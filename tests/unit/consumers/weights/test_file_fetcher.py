@@ -1,6 +1,5 @@
 """Chunks in files on a foreign file system: temporary faults are waited out, and others are reported."""
 
-import hashlib
 import threading
 import time
 import weakref
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from rollstream.consumers.files.stores import FsspecStore
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
@@ -32,7 +32,7 @@ def manifest(root: str = "faulty://bucket/w") -> PolicyManifest:
     chunks = []
     for index in range(FILES):
         data = bytes([index]) * 100
-        digest = hashlib.sha256(data).hexdigest()
+        digest = blake3(data).hexdigest()
         url = f"{root}/{file_name('main', 3, index, digest)}"
         FaultyFiles.objects[url.removeprefix("faulty://")] = data, time.time()
         chunks.append(Chunk(index=index, partition=-1, offset=-1, size_bytes=100, digest=digest, url=url))
@@ -47,7 +47,7 @@ def fetched(
     taken: dict[int, bytes] = {}
 
     def take(chunk: Chunk, data: bytes) -> None:
-        if hashlib.sha256(data).hexdigest() != chunk.digest:
+        if blake3(data).hexdigest() != chunk.digest:
             raise WeightsRefused("it has another digest")
         taken[chunk.index] = data
 

@@ -1,7 +1,6 @@
 """Bytes of a policy version are read as they were written, and any other bytes are refused."""
 
 import contextlib
-import hashlib
 import tracemalloc
 from dataclasses import replace
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -17,7 +17,7 @@ from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
 from rollstream.topics.codec import decode, encode
-from rollstream.topics.params_digest import params_digest, tensor_digests
+from rollstream.topics.params_digest import TensorDigest, params_digest, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
 
 DTYPES = [np.dtype(name) for name in ("<f4", ">f4", "<f2", "<i8", "|b1")] + [np.dtype(ml_dtypes.bfloat16)]
@@ -113,9 +113,7 @@ def test_chunks_are_cut_without_a_copy_of_the_whole() -> None:
 def test_a_chunk_that_differs_from_its_own_digest_is_refused_by_name() -> None:
     """Chunks in files have one."""
     manifest, pieces = published(PARAMS, 16)
-    chunks = tuple(
-        replace(c, digest=hashlib.sha256(p).hexdigest()) for c, p in zip(manifest.chunks, pieces, strict=True)
-    )
+    chunks = tuple(replace(c, digest=blake3(p).hexdigest()) for c, p in zip(manifest.chunks, pieces, strict=True))
     manifest = replace(manifest, chunks=chunks)
     assert params_digest(assemble(manifest, pieces)) == manifest.digest
     with pytest.raises(WeightsRefused, match="chunk 1 of policy version 3"):
@@ -200,6 +198,18 @@ def test_a_version_is_assembled_in_the_memory_that_it_takes_and_no_more() -> Non
     assert peak_bytes < 20_000_000
 
 
+def test_the_bytes_of_a_tensor_are_not_proved_by_another_tensor_of_its_name() -> None:
+    manifest, stored = published({"a": np.zeros(5_000_000, np.float32), "b": np.ones(5_000_000, np.float32)}, 1_000_000)
+    first, second = manifest.tensors
+    lie = replace(first, digest=second.digest)
+    digest = tree_digest([TensorDigest("a", lie.dtype, lie.shape, lie.digest)])
+    buffer = ContentBuffer(replace(manifest, tensors=(replace(second, name="a"), lie), digest=digest))
+    for chunk, data in zip(manifest.chunks, stored, strict=True):
+        buffer.put(chunk, data)
+    with pytest.raises(WeightsRefused, match="tensor a"):
+        buffer.arrays()
+
+
 def test_a_version_that_no_memory_holds_is_refused() -> None:
     manifest, _stored = published({"w": np.zeros(4, np.float32)}, 100)
     with pytest.raises(WeightsRefused, match="needs 1125899906842624 bytes of memory"):
@@ -211,7 +221,7 @@ def test_a_version_that_no_memory_holds_is_refused() -> None:
 def test_large_tensors_are_digested_as_they_arrive_and_any_bit_changed_is_refused(
     order: int, flipped_byte: int | None
 ) -> None:
-    """Shards have 16 MiB: the first tensor has two and a part, and the second tensor begins within a chunk."""
+    """The second tensor begins within a chunk."""
     large = np.arange(9_000_000, dtype="<u4")
     params = {"a": large, "b": large[:1_500_000], "c": np.zeros(0, "<f4"), "d": large[:3]}
     manifest, stored = published(params, 1_000_000)
