@@ -15,8 +15,8 @@ import msgspec
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.run_index import RunIndex, index_file
 from rollstream.pipeline.report.line_chart import Curve
-from rollstream.pipeline.ui.index.run_index import RunIndex, index_file
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import DeadlineExceeded, TopicError
 from rollstream.topics.records import PolicyManifest

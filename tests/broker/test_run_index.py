@@ -8,9 +8,9 @@ import pytest
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.run_index import GroupFilter, RolloutFilter, RunIndex
 from rollstream.pipeline.tools.lineage import record_lineage
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
-from rollstream.pipeline.ui.index.run_index import GroupFilter, RolloutFilter, RunIndex
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import TrainingBatch
 from tests.support.planted import Planted, plant

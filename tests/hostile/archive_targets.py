@@ -16,7 +16,7 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files, records
 from rollstream.consumers.files.stores import LocalStore
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index.run_index import RunIndex
+from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.ui.server.answers import json_text
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.errors import RollstreamError, TopicError

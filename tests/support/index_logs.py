@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from rollstream.pipeline.ui.index.log_source import ROLLOUTS, Positions
+from rollstream.pipeline.index.log_source import ROLLOUTS, Positions
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord, Place

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 
 from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline.index.log_source import ArchiveSource
 from rollstream.pipeline.run.observed_log import OBSERVED
-from rollstream.pipeline.ui.index.log_source import ArchiveSource
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka.records import KafkaRecord, Place
 

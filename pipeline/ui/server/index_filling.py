@@ -7,9 +7,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index import filling_process
-from rollstream.pipeline.ui.index.filling_process import Filled
-from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex
+from rollstream.pipeline.index import filling_process
+from rollstream.pipeline.index.filling_process import Filled
+from rollstream.pipeline.index.run_index import IndexProgress, RunIndex
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index import filling_process
+from rollstream.pipeline.index import filling_process
 from rollstream.pipeline.ui.server import index_filling
 from rollstream.pipeline.ui.server.index_filling import IndexFilling
 

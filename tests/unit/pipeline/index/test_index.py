@@ -25,12 +25,12 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
-from rollstream.pipeline.ui.index import writer as writer_module
-from rollstream.pipeline.ui.index.group_query import GroupFilter
-from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
-from rollstream.pipeline.ui.index.run_index import RunIndex
-from rollstream.pipeline.ui.index.writer import IndexWriter
+from rollstream.pipeline.index import facets, group_query, history, rollout_query, series
+from rollstream.pipeline.index import writer as writer_module
+from rollstream.pipeline.index.group_query import GroupFilter
+from rollstream.pipeline.index.rollout_query import RolloutFilter
+from rollstream.pipeline.index.run_index import RunIndex
+from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.pipeline.ui.server.answers import json_text
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError

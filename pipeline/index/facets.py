@@ -3,7 +3,7 @@
 import sqlite3
 from typing import Any
 
-from rollstream.pipeline.ui.index import fates
+from rollstream.pipeline.index import fates
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Any]:

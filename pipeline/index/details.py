@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.pipeline.index.rollout_query import rows_of
+from rollstream.pipeline.index.rollout_rows import finite
 from rollstream.pipeline.tools.lineage import fate_node, record_lineage
 from rollstream.pipeline.tools.run_view import RecordedRun, RolloutPlace
-from rollstream.pipeline.ui.index.rollout_query import rows_of
-from rollstream.pipeline.ui.index.rollout_rows import finite
 from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.fates import BATCHED

@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from rollstream.pipeline.index import fates
 from rollstream.pipeline.tools.run_view import UNREAD
-from rollstream.pipeline.ui.index import fates
 from rollstream.topics.fates import BATCHED
 
 Span = tuple[int, int]

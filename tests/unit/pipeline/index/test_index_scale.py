@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline import sqlite_files
-from rollstream.pipeline.ui.index import facets, rollout_query
-from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
-from rollstream.pipeline.ui.index.writer import IndexWriter
+from rollstream.pipeline.index import facets, rollout_query
+from rollstream.pipeline.index.rollout_query import RolloutFilter
+from rollstream.pipeline.index.writer import IndexWriter
 from tests.support.index_logs import Chunk, EndlessLog, MadeRun
 
 _PARTITIONS = 4

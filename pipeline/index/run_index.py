@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index import details as rollout_details
+from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline.index.group_query import GroupFilter
+from rollstream.pipeline.index.indexed_view import IndexedView
+from rollstream.pipeline.index.log_source import ArchiveSource, IndexSource, TopicSource
+from rollstream.pipeline.index.rollout_query import RolloutFilter
+from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
-from rollstream.pipeline.ui.index import details as rollout_details
-from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
-from rollstream.pipeline.ui.index.group_query import GroupFilter
-from rollstream.pipeline.ui.index.indexed_view import IndexedView
-from rollstream.pipeline.ui.index.log_source import ArchiveSource, IndexSource, TopicSource
-from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
-from rollstream.pipeline.ui.index.writer import IndexWriter
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka.records import KafkaRecord

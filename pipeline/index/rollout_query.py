@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from rollstream.pipeline.ui.index import fates
+from rollstream.pipeline.index import fates
 from rollstream.topics.errors import ConfigurationError
 
 Order = Literal["newest", "oldest", "reward", "length", "advantage"]

@@ -5,9 +5,9 @@ import sqlite3
 import time
 from typing import Any
 
+from rollstream.pipeline.index import fates
+from rollstream.pipeline.index.rollout_rows import first_id_at, time_of
 from rollstream.pipeline.run.component_metrics import ComponentMetrics, present
-from rollstream.pipeline.ui.index import fates
-from rollstream.pipeline.ui.index.rollout_rows import first_id_at, time_of
 from rollstream.topics.fates import DROPPED
 
 SERVERS = ("infer", "serve-weights", "engine")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, mean
-from rollstream.pipeline.ui.index import fates
-from rollstream.pipeline.ui.index.rollout_query import COUNTED, LARGEST, MOST, name_id
+from rollstream.pipeline.index import fates
+from rollstream.pipeline.index.rollout_query import COUNTED, LARGEST, MOST, name_id
 from rollstream.topics.errors import ConfigurationError
 
 _ORDERS: Mapping[str, str] = {"newest": "first", "spread": "std"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index import filling_process
-from rollstream.pipeline.ui.index.filling_process import Filled
-from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex
+from rollstream.pipeline.index import filling_process
+from rollstream.pipeline.index.filling_process import Filled
+from rollstream.pipeline.index.run_index import IndexProgress, RunIndex
 from tests.support.archived_run import archive_run
 
 PATIENCE_S = 120.0

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index import schema
+from rollstream.pipeline.index.ingest import Ingest
+from rollstream.pipeline.index.log_source import ROLLOUTS, IndexSource
 from rollstream.pipeline.ui.config import UiConfig
-from rollstream.pipeline.ui.index import schema
-from rollstream.pipeline.ui.index.ingest import Ingest
-from rollstream.pipeline.ui.index.log_source import ROLLOUTS, IndexSource
 from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import decode

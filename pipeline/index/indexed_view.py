@@ -4,9 +4,9 @@ import sqlite3
 from collections.abc import Callable
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
+from rollstream.pipeline.index import fates
 from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, carrying_batch
 from rollstream.pipeline.tools.tabulated_run import TabulatedRun
-from rollstream.pipeline.ui.index import fates
 from rollstream.topics.codec import decode_as
 from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.kafka.records import KafkaRecord

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollstream.pipeline.ui.index.ingest import BUCKET_MS
+from rollstream.pipeline.index.ingest import BUCKET_MS
 
 POINTS = 600
 SHORT_NAMES = {

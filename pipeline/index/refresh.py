@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from rollstream.pipeline.ui.index import fates
+from rollstream.pipeline.index import fates
 
 _TRAINED, _SKIPPED, _BATCHED = (fates.CODES[name] for name in (fates.TRAINED, fates.SKIPPED, "batched"))
 _UPDATE_GROUP = """update groups set members = ?, mean = ?, std = ?, lowest = ?, highest = ?, zero_variance = ?,

@@ -9,9 +9,8 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
-from rollstream.pipeline.ui.index import fates, refresh
-from rollstream.pipeline.ui.index.rollout_rows import (
+from rollstream.pipeline.index import fates, refresh
+from rollstream.pipeline.index.rollout_rows import (
     Clock,
     RolloutValues,
     finite,
@@ -20,7 +19,8 @@ from rollstream.pipeline.ui.index.rollout_rows import (
     success_of,
     values_of,
 )
-from rollstream.pipeline.ui.index.rollout_table import NewRow, RolloutTable, RowNames
+from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
 from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.codec import kind_of
 from rollstream.topics.errors import RecordError
