@@ -87,7 +87,7 @@ class KafkaConfig:
     """host:port list, as in librdkafka's bootstrap.servers."""
     client: dict[str, str] = field(default_factory=dict)
     """librdkafka settings that are passed to every client (security.protocol, sasl.username, ...), except that some
-    clients have their own delays and time limits (docs/permissions.md#connecting); passwords and other secrets are
+    clients have their own delays and time limits (docs/security.md#connecting); passwords and other secrets are
     references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records depend, such as
     isolation.level and partitioner, are refused."""
     max_record_bytes: int = 8 * 1024 * 1024
@@ -135,7 +135,7 @@ class TopicsConfig:
     """The shape of a run's topics."""
 
     partitions: int = 4
-    """Partitions P of rollouts, batches, journal and other topics (docs/topics.md); fixed for the life of a run."""
+    """Partitions P of rollouts, batches, journal and other topics (docs/concepts.md); fixed for the life of a run."""
     weights_partitions: int = 1
     """Partitions of weights."""
     replication_factor: int = 1

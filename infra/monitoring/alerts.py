@@ -110,7 +110,7 @@ ALERTS = (
         lasts="30m",
         severity="warning",
         summary="Lost rollouts bias the {{ $labels.measure }} of run {{ $labels.run }} in {{ $labels.environment }}",
-        remedy="docs/selection.md says which settings lose rollouts.",
+        remedy="docs/losses.md says which settings lose rollouts.",
         section="The learner stalls or learns the wrong thing",
     ),
     Alert(
@@ -122,7 +122,7 @@ ALERTS = (
         lasts="10m",
         severity="warning",
         summary="The learner of run {{ $labels.run }} leaves out more than a twentieth of its rollouts",
-        remedy="The label `reason` of rollstream_learner_left_out says why; docs/selection.md has the remedies.",
+        remedy="The label `reason` of rollstream_learner_left_out says why; docs/losses.md has the remedies.",
         section="The learner stalls or learns the wrong thing",
     ),
     Alert(

@@ -1,6 +1,6 @@
 """Derives each role's access rules, which grant only what it needs, from the topic catalogue and the description.
 
-`rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from these rules.
+`rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/security.md are made from these rules.
 Read and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run
 `a.b` begin like topics of run `a`. A prefix of groups ends in `.turn-` or `.filler-`, which no run's name contains; a
 prefix of transactional ids begins with the name of the run and a slash, which no run's name contains either.

@@ -1,6 +1,6 @@
 """The description of a run: each role, its number of processes, and what a process needs, reads, writes and keeps.
 
-`rollstream run`, deployments and docs/roles.md are derived from it. It imports no Kafka client and no JAX.
+`rollstream run`, deployments and docs/deploy.md#roles are derived from it. It imports no Kafka client and no JAX.
 """
 
 import re

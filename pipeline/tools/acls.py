@@ -1,6 +1,6 @@
 """`rollstream topics acls plan|apply`: compares the access rules of a run's users with those on the brokers.
 
-The rules are those of docs/permissions.md. The user of the command needs Describe on the cluster, and Alter to apply.
+The rules are those of docs/security.md. The user of the command needs Describe on the cluster, and Alter to apply.
 """
 
 import argparse

@@ -51,7 +51,7 @@ def show_mend(config: RunConfig, args: argparse.Namespace) -> int:
 
 _UNCLEAR = (
     "the coordinator committed its latest transaction of a producer, which may be the one that hangs or a later one: "
-    "give --yes --commit if the group's offsets or an index name its records, else --yes --abort (docs/recovery.md)"
+    "give --yes --commit if the group's offsets or an index name its records, else --yes --abort (docs/runbook.md)"
 )
 
 

@@ -1,4 +1,4 @@
-"""docs/batch-reader.md from the top: a trainer in numpy, outside our packages, is the learner of a real run."""
+"""docs/trainers.md from the top: a trainer in numpy, outside our packages, is the learner of a real run."""
 
 import json
 import os
@@ -16,10 +16,11 @@ import pytest
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.records import LearnerStep
+from tests.support.pages import page
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 
-PAGE = (ROOT / "docs" / "batch-reader.md").read_text(encoding="utf-8")
+PAGE = page("trainers").partition("\n## From batch metadata to rollout metadata\n")[0]
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 BROKER = "rollstream broker start"
 

@@ -124,7 +124,7 @@ def test_a_record_that_is_refused_while_a_role_runs_names_the_missing_rule(guard
 
 ALL_REFUSED = (
     f"user {RUN}-{AUDIT} may not Write to topic {RUN}.control, nor to any other (CLUSTER_AUTHORIZATION_FAILED); "
-    "connect as a user that may, such as the user of `operate` (docs/permissions.md)"
+    "connect as a user that may, such as the user of `operate` (docs/security.md#permissions)"
 )
 RECORDS, PRODUCERS = 3, 50
 """A client reports its fatal error while a record is sent or afterwards; several clients do both."""

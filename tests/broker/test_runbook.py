@@ -23,12 +23,12 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark
 from tests.support import kafka_tools
 from tests.support.command_line import answer_of
-from tests.support.paths import ROOT
+from tests.support.pages import page
 from tests.support.runs import RealRun, rollout
 from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
 
-PAGE = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+PAGE = page("runbook").partition("\n## Troubleshooting\n")[0]
 SECTIONS = {
     title: [
         line

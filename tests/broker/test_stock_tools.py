@@ -1,4 +1,4 @@
-"""Kafka's own tools on a run's topics, as docs/stock-tools.md shows them, compared with `rollstream cat`."""
+"""Kafka's own tools on a run's topics, as docs/commands.md shows them, compared with `rollstream cat`."""
 
 import json
 import re
@@ -13,14 +13,13 @@ from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.kafka_tools import output_of
-from tests.support.paths import ROOT
+from tests.support.pages import blocks, page
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-PAGE = (ROOT / "docs" / "stock-tools.md").read_text(encoding="utf-8")
 SHOWN = [
     line
-    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for block in blocks(page("commands"), "sh")
     for line in block.replace("\\\n", "").splitlines()
     if line.startswith("kafka-")
 ]

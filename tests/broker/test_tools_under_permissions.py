@@ -70,7 +70,7 @@ class Governed:
         return self.planted.run.directory
 
     def settings(self, user: str) -> Path:
-        """The settings of a user, as docs/permissions.md has them."""
+        """The settings of a user, as docs/security.md has them."""
         file, password = self.folder / f"{user}.toml", self.folder / "password"
         password.write_text("the password")
         client = self.broker.client(f"{RUN}-{user}", f"file:{password}")

@@ -28,6 +28,7 @@ from rollstream.topics.codec import schemas
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.fates import DROP_REASONS
 from tests.house.repository import Repository, Violation
+from tests.support.pages import section
 from tests.support.paths import ROOT
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,9 +63,9 @@ def _prose(text: str) -> str:
 
 
 def _section(text: str, title: str) -> tuple[int, str]:
-    """First line and text of a section; of none, line 1 and no text."""
-    before, found, after = text.partition(f"\n## {title}\n")
-    return (_line(before, len(before)) + 1, after.split("\n## ")[0]) if found else (1, "")
+    """Line of the heading and text of a section; of none, line 1 and no text."""
+    part = section(text, title)
+    return (_line(text, text.index(part)) - 1 if part else 1), part
 
 
 def _first_cells(text: str) -> list[str]:
@@ -318,7 +319,7 @@ def tables(repository: Repository) -> Iterator[Violation]:
     )
     in_this_order = (
         ("docs/grouping.md", "Advantages", ESTIMATORS),
-        ("docs/batch-makers.md", "", MAKERS),
+        ("docs/grouping.md", "Batch makers", MAKERS),
         ("docs/losses.md", "Which loss", RECIPES),
         ("docs/losses.md", "Reductions", get_args(get_args(hints["reduction"])[0])),
         ("docs/losses.md", "Importance sampling", (*sampling, *level)),
@@ -328,12 +329,12 @@ def tables(repository: Repository) -> Iterator[Violation]:
         if path not in repository.pages:
             continue
         text = repository.pages[path]
-        line, section = _section(text, title) if title else (1, text.split("\n## ")[0])
+        line, part = _section(text, title)
         ordered = (path, title, names) in in_this_order
         cells = (
-            re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+            re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)
             if ordered
-            else [name.strip("`") for cell in _first_cells(section)[1:] for name in cell.split(", ")]
+            else [name.strip("`") for cell in _first_cells(part)[1:] for name in cell.split(", ")]
         )
         if cells != list(names) if ordered else sorted(cells) != sorted(names):
             yield Violation(path, line, f"the table has {', '.join(cells)}; write {', '.join(names)}")
@@ -343,8 +344,8 @@ def figures_of_losses(repository: Repository) -> Iterator[Violation]:
     """The rows of the losses have what each recipe takes."""
     if "docs/losses.md" not in repository.pages:
         return
-    first, section = _section(repository.pages["docs/losses.md"], "Which loss")
-    for row in re.finditer(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE):
+    first, part = _section(repository.pages["docs/losses.md"], "Which loss")
+    for row in re.finditer(r"^\| `(\w+)` \| (.+) \|$", part, re.MULTILINE):
         recipe, text = RECIPES.get(row[1]), row[2]
         if recipe is None:
             continue
@@ -362,7 +363,7 @@ def figures_of_losses(repository: Repository) -> Iterator[Violation]:
             recipe.importance_sampling != "none",
         )
         if said != actual:
-            line = first + _line(section, row.start())
+            line = first + _line(part, row.start())
             remedy = (
                 f"{row[1]} has (clip, token mean, truncated masked, importance sampling) {actual}; the row says {said}"
             )
@@ -384,7 +385,7 @@ def exit_codes(repository: Repository) -> Iterator[Violation]:
 
 def messages(repository: Repository) -> Iterator[Violation]:
     """Every message in troubleshooting is one that the code can say."""
-    page = "docs/troubleshooting.md"
+    page = "docs/runbook.md"
     if page not in repository.pages:
         return
     said = "\n".join(
@@ -395,7 +396,7 @@ def messages(repository: Repository) -> Iterator[Violation]:
         for parts in [node.values if isinstance(node, ast.JoinedStr) else [node]]
     )
     text = repository.pages[page]
-    for message in _first_cells(text)[1:]:
+    for message in _first_cells(_section(text, "Troubleshooting")[1])[1:]:
         words = re.split(r"\.\.\.|\b[NM]\b", message.strip("`"))
         if not re.search("[^\n]*".join(re.escape(word.strip()) for word in words), said):
             line = _line(text, text.index(f"| {message} |"))

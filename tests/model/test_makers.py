@@ -21,7 +21,7 @@ from tests.unit.consumers.grouping.makers.test_registry import CODE, MINE
 
 @pytest.fixture
 def module(real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the module of docs/batch-makers.md, on the path of this process and of those it starts."""
+    """A folder with the module of docs/grouping.md, on the path of this process and of those it starts."""
     (tmp_path / "my_makers.py").write_text("\n".join(CODE))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_makers", raising=False)

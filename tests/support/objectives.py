@@ -1,13 +1,11 @@
-"""The module of docs/objectives.md, as a user has it: in a folder outside the packages."""
+"""The module of docs/losses.md, as a user has it: in a folder outside the packages."""
 
-import re
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support.pages import blocks, page, section
 
-PAGE = ROOT / "docs/objectives.md"
-CODE = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-SETTINGS = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+CODE = blocks(section(page("losses"), "Your own objectives"), "python")
+SETTINGS = blocks(section(page("losses"), "Your own objectives"), "toml")
 ESTIMATOR = "my_objectives:robust"
 """The estimator, as a module that is installed; the settings of the page name its file."""
 

@@ -9,9 +9,9 @@ import pytest
 from rollstream.pipeline.cli import main
 from rollstream.pipeline.config import load
 from rollstream.pipeline.environments import environments_of
-from tests.support.paths import ROOT
+from tests.support.pages import page
 
-PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+PAGE = page("environments").partition("\n## Rewards\n")[0]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

@@ -97,8 +97,11 @@ PLANTED: dict[str, tuple[dict[str, str], str]] = {
         "topics/a.py:2: docs/commands.md has no exit code 9",
     ),
     "messages": (
-        {"docs/troubleshooting.md": "| message | a |\n| `no N brokers` | b |\n", "topics/a.py": "x = 'two brokers'\n"},
-        "docs/troubleshooting.md:2: nothing says: `no N brokers`",
+        {
+            "docs/runbook.md": "## Troubleshooting\n| message | a |\n| `no N brokers` | b |\n",
+            "topics/a.py": "x = 'two brokers'\n",
+        },
+        "docs/runbook.md:3: nothing says: `no N brokers`",
     ),
 }
 

@@ -89,7 +89,7 @@ def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
     who = f"user {user}" if user else "this client's user"
     refused = f"{who} may not {operation.format(topic=f'topic {topic}' if topic else 'a topic')} ({error.name()})"
     if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
-        return f"{refused}; connect as a user that may, such as the user of `operate` (docs/permissions.md)"
+        return f"{refused}; connect as a user that may, such as the user of `operate` (docs/security.md#permissions)"
     return (
         f"{refused}; `rollstream topics acls plan` shows the rule that is missing, and `rollstream topics acls apply` "
         "adds it"

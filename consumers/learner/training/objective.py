@@ -118,7 +118,7 @@ class LossConfig:
     """The policy-gradient loss. Unset fields have the values of the loss's paper: docs/losses.md."""
 
     name: str = "ppo_clip"
-    """Name of the loss: one of docs/losses.md, or one of your own (docs/objectives.md)."""
+    """Name of the loss: one of docs/losses.md, or one of your own (docs/losses.md#your-own-objectives)."""
     reduction: Reduction | None = None
     """Mean over all tokens; or mean over sequences, of each sequence's token mean or its token sum over length_norm."""
     length_norm: float | None = None
@@ -243,12 +243,12 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """Optimizer: adamw, adam, sgd, lion, muon (which leaves embedding, head, norms and biases to adam), adafactor, or
-    one of your own (docs/objectives.md)."""
+    one of your own (docs/losses.md#your-own-objectives)."""
     learning_rate: float = 2e-3
     """Highest learning rate; 1e-6 if this is unset and learner.pretrained is set."""
     schedule: str = "cosine"
     """Course of the learning rate: cosine or linear, to final_learning_rate; constant; or one of your own
-    (docs/objectives.md)."""
+    (docs/losses.md#your-own-objectives)."""
     final_learning_rate: float = 4e-4
     """Learning rate at the last update of `max_steps` and after; a fifth of learning_rate if this is unset and
     learner.pretrained is set."""

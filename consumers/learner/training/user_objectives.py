@@ -56,6 +56,8 @@ def code_of(config: LearnerConfig) -> dict[str, str]:
 def _imported(name: str, group: str, named_by: str, kind: str) -> Callable[..., Any]:
     function: Any = load_plug_in(name, group, named_by, kind)
     if not callable(function):
-        raise ConfigurationError(f"{named_by} {name!r}, which is not a function; see docs/objectives.md")
+        raise ConfigurationError(
+            f"{named_by} {name!r}, which is not a function; see docs/losses.md#your-own-objectives"
+        )
     imported: Callable[..., Any] = function
     return imported

@@ -22,7 +22,7 @@ from rollstream.consumers.weights.state_manager import LocalStateManager
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import OldGroup, OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
 from rollstream.topics.rl_examples import RLExample
-from tests.support.paths import ROOT
+from tests.support.pages import page, section
 
 
 def record(n: int, example: str = "q", *, version: int | str = 0, environment: str = "math_problems") -> RolloutRecord:
@@ -193,12 +193,12 @@ def test_a_follower_without_a_state_gets_the_newest() -> None:
 
 
 def test_every_name_of_the_page_exists() -> None:
-    page = (ROOT / "docs" / "names.md").read_text()
-    named = re.findall(r"`(rollstream(?:\.[a-z_]+)*)(?:\.([A-Z]\w+))?[`(]", page)
+    text = section(page("concepts"), "Names from other documents")
+    named = re.findall(r"`(rollstream(?:\.[a-z_]+)*)(?:\.([A-Z]\w+))?[`(]", text)
     assert len(named) > 12
     for module, name in named:
         imported = importlib.import_module(module)
         assert not name or hasattr(imported, name), f"{module}.{name}"
-    for names, module in re.findall(r"^\|[^|]*\| ((?:`\w+`,? ?)+)of `([a-z_.]+)`", page, re.MULTILINE):
+    for names, module in re.findall(r"^\|[^|]*\| ((?:`\w+`,? ?)+)of `([a-z_.]+)`", text, re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names):
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from rollstream.topics.avro_files import container_metadata, read_rollouts, writ
 from rollstream.topics.codec import schemas, values_of
 from rollstream.topics.records import OldMetadata, Rollout, RolloutBatch
 from tests.support.old_form import old_form
-from tests.support.paths import ROOT
+from tests.support.pages import blocks, page, section
 
-PAGE = ROOT / "docs" / "migration.md"
 STEP = OldMetadata(worker_id="w", timestamp=5.0, weight_step=7)
 
 
@@ -271,9 +269,9 @@ def test_a_file_that_no_migration_made_is_not_replaced(
 def test_the_page_shows_how_old_data_becomes_a_file_that_is_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [snippet] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    [snippet] = blocks(section(page("trainers"), "From batch metadata to rollout metadata"), "python")
     monkeypatch.chdir(tmp_path)
-    exec(compile(snippet, "docs/migration.md", "exec"), {})
+    exec(compile(snippet, "docs/trainers.md", "exec"), {})
     code, report = migrate(capsys, "old.avro", "new")
     assert (code, report["environments"]["math"]["written"]) == (0, 1)
     [made] = rollouts(tmp_path / "new")

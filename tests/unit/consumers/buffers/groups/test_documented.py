@@ -15,6 +15,7 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import group_id_of
 from rollstream.consumers.grouping.testing import example_rollout
 from tests.support.group_stores import attempt, opened, uuid_of
+from tests.support.pages import blocks, page, section
 from tests.support.paths import ROOT
 
 
@@ -35,8 +36,8 @@ def test_the_example_runs_as_documented_and_counts_what_is_on_disk(tmp_path: Pat
 
 
 def test_the_page_names_every_setting_with_its_default() -> None:
-    page = (ROOT / "docs" / "group-store.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.split("## Groups")[1].split("## Files")[0], re.MULTILINE))
+    groups = section(page("archive"), "Groups in a store")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", groups, re.MULTILINE))
     shown = {f.name: f.default for f in fields(GroupStoreConfig)} | {
         "accept_policy_versions": "all",
         "capacity_groups": "50,000",
@@ -50,10 +51,9 @@ def test_the_page_names_every_setting_with_its_default() -> None:
 
 
 def test_the_snippet_of_the_page_keeps_rollouts_and_makes_a_batch(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "group-store.md").read_text()
-    snippet = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    snippet = blocks(section(page("archive"), "The store of groups and batches"), "python")[0]
     namespace: dict[str, Any] = {}
-    exec(compile(snippet, "docs/group-store.md", "exec"), namespace)
+    exec(compile(snippet, "docs/archive.md", "exec"), namespace)
     attempts = [attempt(n, example, environment="math") for example in "abcd" for n in range(8)]
     assert namespace["keep"](attempts, tmp_path) is not None
     assert len(list((tmp_path / "math").glob("part-*.parquet"))) == 4

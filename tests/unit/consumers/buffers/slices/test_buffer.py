@@ -17,7 +17,7 @@ from rollstream.consumers.buffers.slices.ranked_set import RankedSet
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.trajectories import Trajectory, map_leaves
-from tests.support.paths import ROOT
+from tests.support.pages import blocks, page, section
 
 
 def episode(number: int, steps: int, begin: int = 0) -> dict[str, Any]:
@@ -438,10 +438,9 @@ def test_threads_that_add_draw_and_save_see_no_torn_slice(tmp_path: Path) -> Non
 
 
 def test_the_snippets_of_the_page_draw_the_shapes_it_names(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "episode-slices.md").read_text()
     namespace: dict[str, Any] = {}
-    for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]:
-        exec(compile(snippet, "docs/episode-slices.md", "exec"), namespace)
+    for snippet in blocks(section(page("control"), "Episode slices"), "python")[:2]:
+        exec(compile(snippet, "docs/control.md", "exec"), namespace)
     drawn = namespace["draw"](tmp_path / "one")
     assert drawn["obs"]["state"].shape == (8, 80, 32)
     assert drawn["reward"].shape == drawn["truncated"].shape == (8, 80)
@@ -451,8 +450,8 @@ def test_the_snippets_of_the_page_draw_the_shapes_it_names(tmp_path: Path) -> No
 
 
 def test_the_page_names_every_setting_with_its_default() -> None:
-    page = (ROOT / "docs" / "episode-slices.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.split("## Settings")[1], re.MULTILINE))
+    settings = section(page("control"), "Settings of slices")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings, re.MULTILINE))
     parameters = inspect.signature(EpisodeSliceBuffer).parameters
     assert rows.keys() == parameters.keys() - {"directory"}
     for name, shown in rows.items():

@@ -25,14 +25,14 @@ from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import FinishedGroup, GroupCancelled, NamedArray, Rollout, Turn
 from rollstream.topics.rl_examples import REFERENCE
-from tests.support.paths import ROOT
+from tests.support.pages import page, section
 
 T = TypeVar("T")
 
 STATED = {
     entry.strip(): int(figure.replace(",", ""))
     for entry, figure in re.findall(
-        r"^\| ([^|]+) \|[^|]*\| ([\d,]+) \|", (ROOT / "docs" / "recovery.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| ([^|]+) \|[^|]*\| ([\d,]+) \|", section(page("runbook"), "Memory"), re.MULTILINE
     )
 }
 

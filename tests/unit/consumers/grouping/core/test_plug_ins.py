@@ -1,4 +1,4 @@
-"""Estimators that a process knows and imports, and names that it never imports; runs the code of docs/objectives.md."""
+"""Estimators that a process knows and imports, and names that it never imports; runs the code of docs/losses.md."""
 
 import sys
 from pathlib import Path

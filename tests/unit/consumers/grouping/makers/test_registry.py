@@ -1,6 +1,5 @@
-"""Makers that a process knows and imports, and names that it never imports; runs the code of docs/batch-makers.md."""
+"""Makers that a process knows and imports, and names that it never imports; runs the code of docs/grouping.md."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from rollstream.consumers.grouping.makers.registry import MAKERS, load_makers
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark
+from tests.support.pages import blocks, page, section
 from tests.support.pairs import pair, uids
-from tests.support.paths import ROOT
 
-CODE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/batch-makers.md").read_text(), re.MULTILINE | re.DOTALL)
+CODE = blocks(section(page("grouping"), "Batch makers"), "python")
 MINE = "my_makers:HardestFirst"
 
 

@@ -1,4 +1,4 @@
-"""The losses, schedules and optimizers of docs/objectives.md, from a folder outside the packages."""
+"""The losses, schedules and optimizers of docs/losses.md, from a folder outside the packages."""
 
 import math
 import sys
