@@ -221,6 +221,16 @@ class EpisodeSliceBuffer(Closing):
             self._store.refresh()
             return episode in self._store.state.open
 
+    def taken(self, at: tuple[int, int]) -> tuple[str, ...] | None:
+        """Uids of the episodes that the record at `at` continued, ended or left open here.
+
+        None if the record is not the newest one of its partition.
+        """
+        with self._lock:
+            self._store.refresh()
+            state = self._store.state
+            return state.taken[at[0]] if state.position.get(at[0]) == at[1] + 1 else None
+
     @property
     def position(self) -> dict[int, int]:
         """Next offset to read, by partition; empty if nothing is from the log."""

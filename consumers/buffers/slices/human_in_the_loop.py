@@ -115,10 +115,8 @@ class HilEpisodeBuffer(Closing):
             parts = self._auto.cut(item, **episode)
             for side in (self._auto, self._human):
                 side.check(parts)
-            # A tree does not tell whether it continues or begins the episode of its uid; it is routed by its content.
-            stored = self._stored_on(at) if isinstance(item, Trajectory) else None
             added = False
-            for side, mine in zip((self._auto, self._human), self._routed(parts, stored), strict=True):
+            for side, mine in zip((self._auto, self._human), self._routed(parts, at, item), strict=True):
                 if mine or at is not None:
                     added |= side.add_parts(mine, at=at)
             return added
@@ -223,27 +221,16 @@ class HilEpisodeBuffer(Closing):
 
     # ------------------------------------------------------------------ helpers
 
-    def _stored_on(self, at: tuple[int, int] | None) -> int | None:
-        """Return the control mode of the one side that has the record at `at`; None if neither or both have it."""
-        sides = ((AUTO, self._auto), (HUMAN, self._human))
-        stored = [mode for mode, side in sides if at is not None and at[1] < side.position.get(at[0], 0)]
-        return stored[0] if len(stored) == 1 else None
-
-    def _routed(self, parts: Sequence[EpisodePart], stored: int | None) -> tuple[list[EpisodePart], list[EpisodePart]]:
-        """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError.
-
-        `stored` is the control mode of the side that already has these parts, if one has. It may have ended an episode
-        with them, so the end of an episode that is open nowhere is of that side. A continued episode that does not end
-        would be open there.
-        """
+    def _routed(
+        self, parts: Sequence[EpisodePart], at: tuple[int, int] | None, item: Tree | Trajectory
+    ) -> tuple[list[EpisodePart], list[EpisodePart]]:
+        """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError."""
         sides: dict[int, list[EpisodePart]] = {AUTO: [], HUMAN: []}
         first_modes: dict[str, int] = {}
         for part in parts:
             mode = part.control_mode
             if not part.first and part.uid:
-                held = [m for m, side in ((AUTO, self._auto), (HUMAN, self._human)) if side.is_open(part.uid)]
-                began = mode if stored is None or not part.last else stored
-                mode = first_modes.get(part.uid, held[0] if held else began)
+                mode = first_modes[part.uid] if part.uid in first_modes else self._side_of(part, at, item)
             if mode not in sides:
                 problem = f"it has no {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"
                 raise RecordError(
@@ -254,6 +241,24 @@ class HilEpisodeBuffer(Closing):
                 first_modes[part.uid] = mode
             sides[mode].append(part)
         return sides[AUTO], sides[HUMAN]
+
+    def _side_of(self, part: EpisodePart, at: tuple[int, int] | None, item: Tree | Trajectory) -> int | None:
+        """Return the control mode of the side of a part that may continue an episode.
+
+        After a kill between the sides, one has the record already. The episode may have ended with it, and be open
+        nowhere, but that side knows whether it took the part. If it has later records, too, because the machine
+        stopped between two flushes, an end without a beginning is not added to the other side.
+        """
+        sides = ((AUTO, self._auto), (HUMAN, self._human))
+        held = [mode for mode, side in sides if side.is_open(part.uid)]
+        for mode, side in sides:
+            if at is not None and at[1] < side.position.get(at[0], 0):
+                taken = side.taken(at)
+                if taken is not None:
+                    return mode if part.uid in taken else HUMAN - mode
+                # A tree does not tell whether it continues or begins an episode.
+                held += [mode] * isinstance(item, Trajectory)
+        return held[0] if held else part.control_mode
 
     def _copy_to(self, directory: Path) -> None:
         folder = _new_folder()

@@ -24,7 +24,7 @@ class EpisodeSteps(msgspec.Struct, array_like=True, frozen=True):
     episode: int
     steps: int
     uid: str = ""
-    """Uid of an episode that is or was open."""
+    """Uid of an episode that is or was open; empty if the episode begins and ends here."""
     last: bool = True
     """Whether the episode ends. If so, no episode stays open under its uid; if not, this episode is open."""
     begin: int = 0
@@ -79,6 +79,7 @@ class SnapshotRecord(msgspec.Struct, array_like=True, frozen=True, tag="w"):
     low: int
     following: int
     draws: int
+    taken: Mapping[int, tuple[str, ...]]
 
 
 Record = AddRecord | ReserveRecord | ReserveOnDiskRecord | FlushRecord | CloseRecord | OpenRecord | SnapshotRecord

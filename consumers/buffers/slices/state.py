@@ -31,6 +31,8 @@ class SliceState:
         self.position: dict[int, int] = {}
         self.open: dict[str, int] = {}
         """Numbers of open episodes by uid."""
+        self.taken: dict[int, tuple[str, ...]] = {}
+        """Uids of the episodes that the newest record of each partition continued, ended or left open."""
         self._uids: dict[int, str] = {}
         self._following = 0
 
@@ -40,7 +42,7 @@ class SliceState:
             case AddRecord():
                 for run in record.runs:
                     self._extend(run)
-                self._move(record.at)
+                self._move(record.at, tuple(run.uid for run in record.runs if run.uid))
                 self.draws = max(self.draws, record.draws)
             case ReserveRecord():
                 self.forget(record.stop - self.capacity)
@@ -62,7 +64,7 @@ class SliceState:
                 episode, begin = before
             else:
                 episode, begin, following = following, max(part.begin, 0), following + 1
-            known = not part.last or part.uid in self.open or held.get(part.uid) is not None
+            known = not part.last or not part.first or part.uid in self.open or held.get(part.uid) is not None
             held[part.uid] = None if part.last else (episode, begin + part.steps)
             runs.append(EpisodeSteps(episode, part.steps, part.uid if known else "", part.last, begin))
         return AddRecord(tuple(runs), at, self.draws)
@@ -71,7 +73,14 @@ class SliceState:
         """Return the whole state as one record."""
         columns = {name: column.astype("<i8").tobytes() for name, column in self.index.columns().items()}
         return SnapshotRecord(
-            columns, dict(self.open), dict(self.position), self.head, self.low, self._following, self.draws
+            columns,
+            dict(self.open),
+            dict(self.position),
+            self.head,
+            self.low,
+            self._following,
+            self.draws,
+            dict(self.taken),
         )
 
     def forget(self, below: int) -> None:
@@ -95,10 +104,11 @@ class SliceState:
             if not run.last:
                 self.open[run.uid], self._uids[run.episode] = run.episode, run.uid
 
-    def _move(self, at: tuple[int, int] | None) -> None:
+    def _move(self, at: tuple[int, int] | None, uids: tuple[str, ...]) -> None:
         if at is not None:
             partition, offset = at
             self.position[partition] = offset + 1
+            self.taken[partition] = uids
 
     def _restore(self, snapshot: SnapshotRecord) -> None:
         """Restore a state. Raises KeyError or ValueError if the columns are not a valid episode index."""
@@ -109,7 +119,7 @@ class SliceState:
             snapshot.following,
             snapshot.draws,
         )
-        self.position, self.open = dict(snapshot.position), dict(snapshot.open)
+        self.position, self.open, self.taken = dict(snapshot.position), dict(snapshot.open), dict(snapshot.taken)
         self._uids = {episode: uid for uid, episode in self.open.items()}
 
 

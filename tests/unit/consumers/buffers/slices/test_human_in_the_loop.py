@@ -1,12 +1,15 @@
 """The two-sided buffer: routing by the first control mode, half of a sample from each side, one position for both."""
 
 import inspect
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from rollstream.consumers.buffers.slices.options import EpisodeOptions, SizedSliceOptions
@@ -14,6 +17,7 @@ from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.trajectories import Trajectory
+from tests.support.slice_rings import left_by_kill
 
 
 def episode(number: int, mode: Any, steps: int = 6) -> dict[str, Any]:
@@ -205,6 +209,96 @@ def test_a_continued_episode_without_its_beginning_goes_to_its_side_after_a_kill
         both.auto.skip((0, 1))  # The policy's side took the record, of which it gets nothing.
         assert both.add(record, at=(0, 1))
         assert (both.auto.size(), both.hil.size()) == (6, 6)
+
+
+def test_an_end_without_a_beginning_is_not_added_to_a_side_that_is_records_behind(tmp_path: Path) -> None:
+    """The state after the machine stopped between the flushes of the two sides."""
+    records = [
+        trajectory(0, span("a", 0, 6, 0, last=False)),
+        trajectory(1, span("a", 0, 3, 1, first=False, last=False), span("b", 3, 6, 1)),
+        trajectory(2, span("a", 0, 6, 1, first=False)),
+    ]
+    with buffer(tmp_path) as both:
+        for offset, record in enumerate(records):
+            mine = [part for part in both.auto.cut(record) if part.uid == "a"]
+            both.auto.add_parts(mine, at=(0, offset))
+        for offset, record in enumerate(records):
+            both.add(record, at=(0, offset))
+        assert (both.auto.size(), both.hil.size()) == (15, 3)
+
+
+PARTS: list[tuple[Any, dict[str, Any]]] = [
+    (episode(0, 0), {"episode": "a", "last": False}),
+    (episode(1, 1), {"episode": "a"}),  # The human acts first in the end of the policy's episode.
+    (episode(2, 1), {"episode": "b"}),  # An episode of one part.
+    (episode(3, 1), {"episode": "c", "last": False}),
+    (episode(4, 0), {"episode": "c", "last": False}),
+    (episode(5, 0), {"episode": "c"}),
+]
+SPANS: list[tuple[Any, dict[str, Any]]] = [
+    (trajectory(0, span("a", 0, 3, 0, last=False), span("b", 3, 6, 1, last=False)), {}),
+    (trajectory(1, span("a", 0, 3, 1, first=False), span("b", 3, 6, 0, first=False, last=False)), {}),
+    (trajectory(2, span("b", 0, 2, 0, first=False), span("lost", 2, 6, 1, first=False)), {}),
+    (trajectory(3, span("c", 0, 3, 1, last=False), span("d", 3, 6, 0)), {}),
+    (trajectory(4, span("c", 0, 3, 0, first=False, last=False), span("c", 3, 6, 0, first=False)), {}),
+]
+
+
+@pytest.mark.parametrize("journal_bytes", [2**20, 0], ids=["additions", "snapshots"])
+@pytest.mark.parametrize(
+    ("records", "others"),
+    [
+        (PARTS, [episode(9, 0), episode(9, 1)]),
+        (SPANS, [trajectory(9, span("e", 0, 6, 0)), trajectory(9, span("f", 0, 6, 1))]),
+    ],
+    ids=["parts", "spans"],
+)
+def test_after_a_kill_at_any_write_every_episode_is_whole_on_its_side(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: list[tuple[Any, dict[str, Any]]],
+    others: list[Any],
+    journal_bytes: int,
+) -> None:
+    """Before the record is added again, records of another partition are, and may replace the journals."""
+    monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", journal_bytes)
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # A kill loses no write.
+    written, writes = os.pwrite, 0
+
+    def filled(directory: Path) -> list[dict[str, Any]]:
+        with buffer(directory) as both:
+            for offset, item in enumerate(others):
+                both.add(item, at=(1, offset))
+        with buffer(directory) as both:
+            for offset in range(both.position.get(0, 0), len(records)):
+                item, options = records[offset]
+                assert both.add(item, at=(0, offset), **options)
+            return [side.stats() | {"draws": 0, "numbers": numbers(side)} for side in (both.auto, both.hil)]
+
+    def counted(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal writes
+        writes -= 1
+        if writes < 0:
+            raise KeyboardInterrupt
+        return written(descriptor, data, offset)
+
+    expected = filled(tmp_path / "whole")
+    for kill_at in itertools.count():
+        directory, killed = tmp_path / str(kill_at), False
+        with monkeypatch.context() as kill, buffer(directory) as both:
+            writes = kill_at
+            kill.setattr(os, "pwrite", counted)
+            try:
+                for offset, (item, options) in enumerate(records):
+                    both.add(item, at=(0, offset), **options)
+            except KeyboardInterrupt:
+                killed = True
+            kill.undo()
+            left = left_by_kill(directory)
+        assert filled(left) == expected, kill_at
+        if not killed:
+            assert kill_at > 2 * len(records)
+            break
 
 
 def test_both_sides_are_saved_or_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
