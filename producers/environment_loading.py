@@ -23,6 +23,7 @@ from rollstream.producers.environment import (
 from rollstream.producers.tasks import TASKS, create_task
 from rollstream.producers.tasks.choices import Choices
 from rollstream.producers.tasks.coding import Coding
+from rollstream.producers.tasks.formulas import Formulas
 from rollstream.producers.tasks.number_guessing import NumberGuessing
 from rollstream.producers.tasks.question_file import QuestionFile
 from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
@@ -38,6 +39,7 @@ ENTRY_POINTS = "rollstream.environments"
 _CLASSES: Mapping[str, type] = {
     "choices": Choices,
     "coding": Coding,
+    "formulas": Formulas,
     "guess": NumberGuessing,
     "jsonl": QuestionFile,
     "reasoning-gym": ReasoningGymDataset,

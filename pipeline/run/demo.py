@@ -84,8 +84,8 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="task=",
         action=Setting,
         metavar="NAME",
-        help="an environment: dsort3 (the default), dsort4, add, guess, chain_sum, choices, tools, or one of yours "
-        "(game.py:Game)",
+        help="an environment: dsort3 (the default), dsort4, add, guess, chain_sum, choices, coding, tools, or one of "
+        "yours (game.py:Game)",
     )
     parser.add_argument(
         "--steps", dest="learner.max_steps=", action=Setting, metavar="N", help="stop after this many learner steps"

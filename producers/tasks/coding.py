@@ -14,17 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rollstream.producers.environment import Conversation, Endpoint, Prompt, Score, Split
-from rollstream.producers.inference.chat.hermes import call_text
+from rollstream.producers.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.sandbox import Failure, Limits, Outcome, Sandbox
 from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.task import checked_share
-from rollstream.producers.tasks.tool_loop import converse, name_of, printable, text_argument
+from rollstream.producers.tasks.tool_loop import converse, printable, text_argument
 from rollstream.topics.errors import ConfigurationError
 
-_SHIPPED = {name: Path(__file__).with_name(f"coding_{name}.toml") for name in ("problems", "formulas")}
+_SHIPPED = Path(__file__).with_name("coding_problems.toml")
 _EXAMPLES, _HIDDEN = 2, 10
 """Tests that run_tests runs, and tests that decide the reward."""
 _ANSWER_CHARACTERS = 2000
@@ -73,47 +71,36 @@ class Coding:
         self,
         *,
         name: str = "coding",
-        problems: str = "problems",
-        hold_out: Literal["problems", "variations"] = "problems",
+        problems: str = "",
         variations: int = 4,
         seed: int = 0,
-        described: bool = True,
         turns: int = 4,
         max_tokens: int = 1024,
         temperature: float = 1.0,
         cpu_s: int = 2,
         memory_mb: int = 256,
-        demonstrated: float = 0.0,
     ) -> None:
-        """`problems` names a set that comes with rollstream (problems, formulas) or a TOML file of the same form, whose
-        solutions are trusted code. Each problem has up to `variations` variations, chosen by `seed`. Every fifth
-        problem is held out with all its variations, or every fifth variation. Without `described`, texts and results
-        are as short as a small model needs them. `cpu_s` and `memory_mb` limit each run of code. `demonstrated` is the
-        share of warm-start conversations that are right.
+        """`problems` names a TOML file of the same form as coding_problems.toml, the default; its solutions are
+        trusted code. Each problem has up to `variations` variations, chosen by `seed`. Every fifth problem is held out
+        with all its variations. `cpu_s` and `memory_mb` limit each run of code.
         Raises ConfigurationError for a file without problems, and for an option that is out of bounds.
         """
-        if min(variations, turns, cpu_s, memory_mb) < 1 or hold_out not in ("problems", "variations"):
+        if min(variations, turns, cpu_s, memory_mb) < 1:
             raise ConfigurationError(
-                f"the environment {name} has variations {variations}, turns {turns}, cpu_s {cpu_s}, memory_mb "
-                f"{memory_mb} and hold_out {hold_out!r}; numbers must be at least 1, hold_out problems or variations"
+                f"the environment {name} has variations {variations}, turns {turns}, cpu_s {cpu_s} and memory_mb "
+                f"{memory_mb}; each must be at least 1"
             )
         self.name = name
         self.max_tokens = max_tokens
-        self.demonstrated = checked_share(name, demonstrated)
-        self._seed, self._described, self._turns, self._temperature = seed, described, turns, temperature
+        self._seed, self._turns, self._temperature = seed, turns, temperature
         self._sandbox = Sandbox(Limits(cpu_s=cpu_s, memory_bytes=memory_mb << 20))
-        self._tools = _TOOLS if described else [name_of(_TOOLS[0])]
         self._runs: dict[tuple[str, str, int], asyncio.Future[Outcome]] = {}
-        path = _SHIPPED.get(problems, Path(problems))
         varied = {
             title: [self._prompt(title, problem, k) for k in _numbers(f"{seed}/{title}", problem["k"], variations)]
-            for title, problem in _read(path).items()
+            for title, problem in _read(Path(problems) if problems else _SHIPPED).items()
         }
-        if hold_out == "variations":
-            self._splits = split_prompts(name, (prompt for each in varied.values() for prompt in each))
-        else:
-            titles = split_prompts(name, (Prompt(example_id=title, text="") for title in varied))
-            self._splits = {s: tuple(p for t in chosen for p in varied[t.example_id]) for s, chosen in titles.items()}
+        titles = split_prompts(name, (Prompt(example_id=title, text="") for title in varied))
+        self._splits = {s: tuple(p for t in chosen for p in varied[t.example_id]) for s, chosen in titles.items()}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Return the problems of a split."""
@@ -141,7 +128,7 @@ class Coding:
             prompt.text,
             answer_call,
             turns=self._turns,
-            tools=self._tools,
+            tools=_TOOLS,
             max_tokens=self.max_tokens,
             temperature=self._temperature,
         )
@@ -159,7 +146,7 @@ class Coding:
         values = (await self._run(prompt, code, 0)).values
         wrong = [i for i in range(_EXAMPLES) if not same(values[i], expected[i])]
         passed = f"{_EXAMPLES - len(wrong)} of {_EXAMPLES} passed"
-        if not wrong or not self._described:
+        if not wrong:
             return passed
         value = values[wrong[0]]
         returned = value.error if isinstance(value, Failure) else f"returned {value!r}"
@@ -171,30 +158,6 @@ class Coding:
         passed = sum(map(same, values, self._tests(prompt)[1][_EXAMPLES:]))
         share = passed / _HIDDEN
         return Score(reward=share, components={"exact": float(passed == _HIDDEN), "passed": share})
-
-    def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
-        """Return `n` conversations that teach the form of a call, of another one after a failure, and of a last reply.
-
-        The code in a call belongs to another problem, except in a share `demonstrated` of them.
-        """
-        generator = random.Random(seed)
-        conversations = []
-        for number in range(n):
-            problem, other, mistaken = generator.choices(self._splits["train"], k=3)
-            if generator.random() < self.demonstrated:
-                other = problem
-            messages: list[dict[str, Any]] = [{"role": "user", "content": problem.text}]
-            turn = call_text("run_tests", _arguments(other))
-            if number % 3:
-                ran, passed = (mistaken, 0) if number % 3 == 1 else (problem, _EXAMPLES)
-                function = {"name": "run_tests", "arguments": _arguments(ran)}
-                call = {"id": "call-0", "type": "function", "function": function}
-                result = f"{passed} of {_EXAMPLES} passed"
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-                messages.append({"role": "tool", "tool_call_id": "call-0", "content": result})
-                turn = "ok" if passed else turn
-            conversations.append(Conversation(messages=messages, tools=self._tools, turn=turn))
-        return conversations
 
     async def _run(self, prompt: Prompt, code: str, first: int) -> Outcome:
         """Run code on the examples (`first` is 0) or on the hidden tests; equal code is run once."""
@@ -225,8 +188,6 @@ class Coding:
             answer=solution,
             extra={"arguments": " ".join(problem["arguments"])},
         )
-        if not self._described:
-            return prompt
         calls, expected = self._tests(prompt)
         examples = (f"{_call_of(calls[i])} returns {expected[i]!r}" for i in range(_EXAMPLES))
         return replace(prompt, text=_TASK.format(text=text, examples="\n".join(examples)))
@@ -247,9 +208,8 @@ def _read(path: Path) -> dict[str, Mapping[str, Any]]:
     try:
         problems = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        sets = " and ".join(_SHIPPED)
         raise ConfigurationError(
-            f"cannot read the problems of {path}: {error}; name a TOML file, or one of {sets}"
+            f"cannot read the problems of {path}: {error}; name a TOML file of the same form as {_SHIPPED}"
         ) from error
     for title, problem in problems.items():
         try:
@@ -270,10 +230,6 @@ def _read(path: Path) -> dict[str, Mapping[str, Any]]:
 def _numbers(seed: str, bounds: Sequence[int], count: int) -> list[int]:
     numbers = range(bounds[0], bounds[1] + 1)
     return sorted(random.Random(seed).sample(numbers, min(count, len(numbers))))
-
-
-def _arguments(prompt: Prompt) -> str:
-    return json.dumps({"code": prompt.answer})
 
 
 def _call_of(arguments: Sequence[Any]) -> str:

@@ -53,3 +53,11 @@ def test_an_agent_learns_to_call_a_tool(compiled: Path, tmp_path: Path, broker: 
     # Most episodes call the policy twice, and these calls are in rollouts.
     calls = report["ledger"]["calls"]
     assert calls["in_rollouts"] > 1.5 * report["rollouts"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(HOUR_S + 600)
+def test_code_is_learned_from_the_tests_that_it_passes(compiled: Path, tmp_path: Path, broker: str) -> None:
+    report = demo("coding", compiled, tmp_path, broker)
+    assert report["demonstrated"] == 0.0
+    assert report["heldout_exact_last"] > report["heldout_exact_first"]

@@ -42,7 +42,7 @@ def test_a_file_of_settings_replaces_the_recipe(tmp_path: Path) -> None:
 def test_a_recipe_suits_its_task(path: Path) -> None:
     config = load(path)
     environments = environments_of(config)
-    assert [environment.entry.use for environment in environments] == [path.stem]
+    assert [environment.entry.name or environment.entry.use for environment in environments] == [path.stem]
     check_lengths(config, environments)
     longest = max(len(tokens) for tokens, _mask in warm_start_examples(config))
     assert longest <= config.learner.sequence_length

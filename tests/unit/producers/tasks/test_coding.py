@@ -49,15 +49,14 @@ def test_every_solution_that_is_shipped_passes_its_tests_in_the_sandbox() -> Non
     assert set(scores.values()) == {1.0}, scores
 
 
-@pytest.mark.parametrize("hold_out", ["problems", "variations"])
-def test_what_is_held_out_is_not_trained_on(hold_out: Any) -> None:
-    environment = Coding(hold_out=hold_out)
+def test_what_is_held_out_is_not_trained_on() -> None:
+    environment = Coding()
     train, heldout = (
-        {prompt.example_id.split("/")[0] if hold_out == "problems" else prompt.example_id for prompt in prompts}
+        {prompt.example_id.split("/")[0] for prompt in prompts}
         for prompts in (environment.prompts("train"), environment.prompts("heldout"))
     )
     assert not train & heldout
-    assert (len(train), len(heldout)) == ((19, 5) if hold_out == "problems" else (74, 19))
+    assert (len(train), len(heldout)) == (19, 5)
 
 
 def test_the_seed_chooses_the_variations_and_their_tests() -> None:
@@ -154,24 +153,10 @@ def test_a_sandbox_that_fails_is_a_failure_of_the_episode_and_is_tried_again(
     assert play(*problem, call("run_tests", code=RIGHT), {"content": "ok"})[0].reward == 1.0
 
 
-def test_examples_show_a_call_another_one_after_a_failure_and_an_end() -> None:
-    environment = Coding(problems="formulas", hold_out="variations", described=False, demonstrated=1.0)
-    answers = {prompt.text: prompt.answer for prompt in environment.prompts("train")}
-    first, second, last = environment.warm_start_conversations(0, 3)
-    assert first.tools == [{"type": "function", "function": {"name": "run_tests"}}]
-    for conversation in (first, second):
-        assert f'"{answers[conversation.messages[0]["content"]]}"' in conversation.turn
-    assert [message["content"] for message in second.messages][2:] == ["0 of 2 passed"]
-    assert [message["content"] for message in last.messages][2:] == ["2 of 2 passed"]
-    assert last.turn == "ok"
-
-
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
         (DOUBLE, {"turns": 0}, "turns 0"),
-        (DOUBLE, {"hold_out": "none"}, "hold_out 'none'"),
-        (DOUBLE, {"demonstrated": 1.5}, "demonstrated = 1.5"),
         ("[", {}, "cannot read the problems of"),
         (DOUBLE.replace("count", "number"), {}, r"problem multiply: its arguments are \['number'\]"),
         (DOUBLE.replace("[2, 2]", "[3, 2]"), {}, r"problem multiply: .*k is \[3, 2\]"),
