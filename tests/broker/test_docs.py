@@ -1,7 +1,8 @@
 """Commands and snippets of the documentation, run as they stand against a real broker.
 
 A block below `<!-- run: with a broker -->` runs with its address in the environment and a prepared run under the name
-the page uses; one below `<!-- run: alone -->` starts what it needs itself.
+the page uses; one below `<!-- run: alone -->` starts what it needs itself. The tutorial's are
+carried out in turn.
 """
 
 import os
@@ -16,17 +17,18 @@ import pytest
 
 from docs.build import pages
 from rollstream.infra.broker import LocalBroker
+from tests.support.pages import blocks, page
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 _RUNNABLE = re.compile(r"^<!-- run: ([a-z ]+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
-    (page.stem, kind, language, body)
-    for page in pages()
-    for kind, language, body in _RUNNABLE.findall(page.read_text(encoding="utf-8"))
+    (path.stem, kind, language, body)
+    for path in pages()
+    for kind, language, body in _RUNNABLE.findall(path.read_text(encoding="utf-8"))
 ]
-COMMANDS = {kind: body for page, kind, language, body in BLOCKS if language == "sh"}
+COMMANDS = {kind: body for _, kind, language, body in BLOCKS if language == "sh"}
 
 
 def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
@@ -89,7 +91,7 @@ def test_trajectories_are_collected_and_drawn_as_documented(
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for body in [body for page, _kind, language, body in BLOCKS if (page, language) == ("control", "python")]:
+    for body in [body for name, _kind, language, body in BLOCKS if (name, language) == ("control", "python")]:
         snippet = body.replace("127.0.0.1:9092", real_run.kafka.bootstrap_servers).replace(
             '"main"', repr(real_run.name)
         )
@@ -98,11 +100,37 @@ def test_trajectories_are_collected_and_drawn_as_documented(
     assert names["batch"]["curr_obs"]["state"].shape == (256, 4)
 
 
+def test_the_tutorial_leads_from_a_task_to_a_curve_a_bad_rollout_and_an_export(real_run: RealRun) -> None:
+    for name, language in (("digits.py", "python"), ("run.toml", "toml")):
+        [body] = blocks(page("tutorial"), language)
+        (real_run.directory / name).write_text(body, encoding="utf-8")
+    outputs: dict[str, str] = {}
+    for line in "".join(body for _, kind, _, body in BLOCKS if kind == "tutorial").replace("\\\n", "").splitlines():
+        command = line.split()[1]
+        if command != "broker":
+            [outputs[command]] = run_lines(
+                line.replace("UID", outputs.get("sql", "").split("uid")[-1].strip() or "UID"),
+                real_run.directory,
+                KAFKA_BOOTSTRAP_SERVERS=real_run.kafka.bootstrap_servers,
+                ROLLSTREAM_RUN=real_run.name,
+                ROLLSTREAM_LEARNER__MAX_STEPS="4",
+            )
+    assert "reward" in outputs["top"]
+    assert "every record is in exactly one place" in outputs["ledger"]
+    assert "0 differences" in outputs["verify"]
+    uid = outputs["sql"].split()[-1]
+    assert f"rollout {uid}" in outputs["show"]
+    assert f"rollout {uid}" in outputs["lineage"]
+    assert list((real_run.directory / "exported").glob("**/*.parquet"))
+    assert (real_run.directory / "model" / "model.safetensors").is_file()
+
+
 def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
-    assert sorted((page, kind, language) for page, kind, language, _body in BLOCKS) == [
+    assert sorted((name, kind, language) for name, kind, language, _body in BLOCKS) == [
         ("commands", "alone", "sh"),
         ("commands", "with a broker", "sh"),
         ("commands", "with a broker", "sh"),
         ("control", "with a broker", "python"),
         ("control", "with a broker", "python"),
+        *[("tutorial", "tutorial", "sh")] * 4,
     ]
