@@ -12,7 +12,7 @@ from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, Traini
 CORE_VERSION = 1
 """Version of the fold's behaviour. The configuration in the log says which version is in force
 (`grouping.core_version`). Once a release exists, every change of the fold's behaviour is a new version, and so is a new
-key, estimator or maker (docs/decisions/0008-the-log-says-which-core-version-cuts.md)."""
+key, estimator or maker (docs/decisions/0002-the-log-is-the-state.md)."""
 
 
 class InputRecord(NamedTuple):
