@@ -44,7 +44,7 @@ def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
             env={**environment, "PYTHONPATH": str(ROOT), **variables},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=800,
             check=False,
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
@@ -100,6 +100,7 @@ def test_trajectories_are_collected_and_drawn_as_documented(
     assert names["batch"]["curr_obs"]["state"].shape == (256, 4)
 
 
+@pytest.mark.long  # It starts every role of a run, which compile their programs.
 def test_the_tutorial_leads_from_a_task_to_a_curve_a_bad_rollout_and_an_export(real_run: RealRun) -> None:
     for name, language in (("digits.py", "python"), ("run.toml", "toml")):
         [body] = blocks(page("tutorial"), language)
@@ -132,5 +133,5 @@ def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
         ("commands", "with a broker", "sh"),
         ("control", "with a broker", "python"),
         ("control", "with a broker", "python"),
-        *[("tutorial", "tutorial", "sh")] * 4,
+        *[("tutorial", "tutorial", "sh")] * 5,
     ]
