@@ -40,6 +40,8 @@ from rollstream.topics.records import PolicyManifest
 
 _DAY_S = 86400
 _NOTE_WIDTH = 40
+_NUMBERS = "biufcV"
+"""Kinds of dtypes whose values have a difference; V is that of bfloat16 and float8."""
 _EXPIRED = "no longer kept"
 _UNREADABLE = "unread: its manifest is damaged, or a newer release wrote it"
 
@@ -208,11 +210,11 @@ def _kept(config: RunConfig, published: PublishedVersions) -> set[int]:
 def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
     """Compare the tensors of two versions."""
     before, after = _fetch(config, args.before, args.after)
-    names = [name for name in before if name in after and before[name].shape == after[name].shape]
+    names = [name for name in before if name in after and _comparable(before[name], after[name])]
     rows = [(name, *_difference(before[name], after[name])) for name in names]
     values = sum(row[2] for row in rows)
     changed = sum(row[3] for row in rows)
-    largest = max((row[4] for row in rows), default=0.0)
+    largest = max((row[4] for row in rows if row[4] is not None), default=0.0)
     others = sorted((before.keys() | after.keys()) - set(names))
     if args.json:
         keys = ("tensor", "dtype", "values", "changed", "max_abs_difference")
@@ -222,12 +224,19 @@ def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
     print(
         table(
             ("tensor", "dtype", "values", "changed", "largest difference"),
-            [(name, dtype, count, _share(differ, count), f"{most:.3g}") for name, dtype, count, differ, most in rows],
+            [
+                (name, dtype, count, _share(differ, count), "-" if most is None else f"{most:.3g}")
+                for name, dtype, count, differ, most in rows
+            ],
         )
     )
     print(f"together: {_share(changed, values)} of {values:,} values changed, by {largest:.3g} at most")
     for name in others:
-        print(printable(f"not compared: {name}, which is missing in one version or has different shapes"))
+        print(
+            printable(
+                f"not compared: {name}, which is missing in one version, or has different shapes or kinds of values"
+            )
+        )
     return 0
 
 
@@ -302,12 +311,21 @@ def _fetch(config: RunConfig, *versions: int) -> list[dict[str, NDArray[Any]]]:
 # ---------------------------------------------------------------------- values
 
 
-def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, int, float]:
-    """Return the dtypes, the number of values, how many differ (NaN equals NaN), and the largest difference."""
+def _comparable(before: NDArray[Any], after: NDArray[Any]) -> bool:
+    kinds = {"number" if array.dtype.kind in _NUMBERS else array.dtype.kind for array in (before, after)}
+    return before.shape == after.shape and len(kinds) == 1
+
+
+def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, int, float | None]:
+    """Return the dtypes, the number of values, how many differ (NaN equals NaN), and the largest difference of numbers;
+    None for texts and times."""
     name = before.dtype.name if before.dtype == after.dtype else f"{before.dtype.name}, {after.dtype.name}"
     differ = (before != after) & ~((before != before) & (after != after))
+    if before.dtype.kind not in _NUMBERS:
+        return name, before.size, int(differ.sum()), None
+    wide = np.complex128 if "c" in (before.dtype.kind, after.dtype.kind) else np.float64
     with np.errstate(invalid="ignore"):
-        differences = np.abs(after[differ].astype(np.float64) - before[differ].astype(np.float64))
+        differences = np.abs(after[differ].astype(wide) - before[differ].astype(wide))
     return name, before.size, int(differ.sum()), float(differences.max(initial=0.0))
 
 

@@ -95,6 +95,24 @@ def test_versions_are_listed_shown_pulled_and_compared(run: RealRun, trainer: St
     assert changed[NORM]["max_abs_difference"] == pytest.approx(0.5, abs=0.01)
 
 
+def test_texts_and_complex_numbers_are_compared(run: RealRun, trainer: StepWriter) -> None:
+    first = {"labels": np.array(["a", "b"]), "phases": np.array([1 + 1j]), "states": np.array(["on"])}
+    trainer.publish_version(first)
+    trainer.publish_version({**first, "labels": np.array(["a", "c"]), "phases": np.array([4 + 5j])})
+    trainer.publish_version({**first, "states": np.array([1])})
+    compared = answer(run, "diff", "0", "1")
+    assert {t["tensor"]: (t["changed"], t["max_abs_difference"]) for t in compared["tensors"]} == {
+        "labels": (1, None),
+        "phases": (1, 5.0),
+        "states": (0, None),
+    }
+    assert answer(run, "diff", "0", "2")["not_compared"] == ["states"]
+    where = ("--run", run.name, "-b", run.kafka.bootstrap_servers)
+    shown = answer_of(run.directory, "weights", "diff", "0", "1", *where).stdout.splitlines()
+    assert shown[1].split() == ["labels", "str32", "2", "50.00", "%", "-"]
+    assert shown[-1] == "together: 50.00 % of 4 values changed, by 5 at most"
+
+
 def test_a_list_of_versions_holds_no_tensors_except_of_the_versions_asked_for(
     run: RealRun, trainer: StepWriter
 ) -> None:
