@@ -17,6 +17,9 @@ _MOVING = (
     KafkaError.UNSTABLE_OFFSET_COMMIT,
     KafkaError._WAIT_COORD,
     KafkaError._TIMED_OUT,
+    KafkaError._TIMED_OUT_QUEUE,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.NETWORK_EXCEPTION,
     # This broker does not know a new topic's leader yet, although another broker does.
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
@@ -143,9 +146,14 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
                 raise denied from exception
             unknown = error.code() == KafkaError._UNKNOWN_PARTITION
             patience_s = min(timeout_s, _LEARNT_S) if unknown else timeout_s
-            if not (unknown or error.code() in (*_MOVING, *_RECOVERED)) or time.monotonic() > began + patience_s:
+            if not (unknown or is_moving(error) or error.code() in _RECOVERED) or time.monotonic() > began + patience_s:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
+
+
+def is_moving(error: KafkaError) -> bool:
+    """Whether a coordinator or leader is starting, moving or slow. Errors of a consumer are not marked retriable."""
+    return error.code() in _MOVING
 
 
 def is_unanswered(error: KafkaError) -> bool:
@@ -177,5 +185,5 @@ def raise_for(error: KafkaError, doing: str) -> None:
             f"{doing}: the position is no longer in the log ({error.str()}); records were deleted, or the topic was "
             "recreated"
         )
-    if error.fatal() or not (error.retriable() or code in _RECOVERED):
+    if error.fatal() or not (error.retriable() or is_moving(error) or code in _RECOVERED):
         raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

@@ -17,6 +17,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, groups
 from rollstream.topics.kafka.bounded_calls import BoundedCalls
+from rollstream.topics.kafka.client_errors import is_moving
 from rollstream.topics.kafka.reader import Poller
 from rollstream.topics.kafka.records import COMMITTED
 from rollstream.topics.logs import event
@@ -171,6 +172,9 @@ class GroupMember(Poller):
             raise MembershipLost(error.str(), fenced=True)
         if error.code() == KafkaError._MAX_POLL_EXCEEDED:
             event(logger, "max_poll_exceeded", level=logging.WARNING, error=error.str())
+        elif is_moving(error) and any((self._topic, number) not in self.positions for number in self._owned):
+            # The client asked the coordinator for a committed position, and does not ask again after such an error.
+            raise MembershipLost(f"an assigned partition has no position: {error.str()}", fenced=False)
         else:
             super()._raise_for(error, doing)
 

@@ -30,7 +30,13 @@ class Call:
 
 GONE = [KafkaError._DESTROY_BROKER, KafkaError._RESOLVE, KafkaError._TRANSPORT]
 LEADERS = [KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.OFFSET_NOT_AVAILABLE]
-PASSING = [*GONE, *LEADERS, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
+COORDINATORS = [
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+]
+SLOW = [KafkaError._TIMED_OUT, KafkaError._TIMED_OUT_QUEUE, KafkaError.REQUEST_TIMED_OUT, KafkaError.NETWORK_EXCEPTION]
+PASSING = [*GONE, *LEADERS, *COORDINATORS, *SLOW, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
 
 
 @pytest.mark.parametrize("code", PASSING)
@@ -40,8 +46,8 @@ def test_a_question_to_a_broker_that_went_away_or_knows_too_little_is_asked_agai
     assert call.made == 4
 
 
-@pytest.mark.parametrize("code", GONE)
-def test_a_consumer_goes_on_while_a_broker_is_gone(code: int) -> None:
+@pytest.mark.parametrize("code", [*GONE, *LEADERS, *COORDINATORS, *SLOW])
+def test_a_consumer_goes_on_while_a_broker_is_gone_or_slow_or_a_coordinator_moves(code: int) -> None:
     assert raise_for(KafkaError(code), "reading") is None  # type: ignore[func-returns-value]
 
 

@@ -1,15 +1,16 @@
-"""A rebalance in the middle of a poll: no message is read twice."""
+"""A rebalance in the middle of a poll: no message is read twice. A coordinator that moves: no partition is left."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.records import COMMITTED
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,35 @@ def test_a_message_of_a_partition_that_is_assigned_again_meanwhile_is_not_read_t
     member.join(lambda partitions: dict.fromkeys(partitions, 9), lambda _gone: None, lambda _gone: None)
     assert [(record.partition, record.offset) for record in member.poll(10, 1.0).records] == expected
     assert consumer.assigned == [(0, 9), (1, 9), (0, 9)]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error of a whole request, which names no partition."""
+
+    code: int
+
+    def error(self) -> KafkaError:
+        return KafkaError(self.code)
+
+    def nothing(self) -> None:
+        return None
+
+    topic = partition = offset = nothing
+
+
+@pytest.mark.parametrize("code", [KafkaError.NOT_COORDINATOR, KafkaError._TIMED_OUT_QUEUE])
+def test_a_member_joins_again_if_the_coordinator_told_it_no_position_and_else_goes_on(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    consumer: Any = Rebalanced([])
+    consumer.consume = lambda _most, _wait_s: [Failed(code)]
+    monkeypatch.setattr(clients, "group_member", lambda *_words, **_settings: consumer)
+    member = GroupMember(KafkaConfig(), "g", "m", "t")
+    member.join(lambda _numbers: {0: 9, 1: 9}, lambda _gone: None, lambda _gone: None)
+    assert not member.poll(10, 0.0).records
+    member = GroupMember(KafkaConfig(), "g", "m", "t")
+    member.join(lambda _numbers: {0: 9, 1: COMMITTED}, lambda _gone: None, lambda _gone: None)
+    with pytest.raises(MembershipLost, match="an assigned partition has no position") as raised:
+        member.poll(10, 0.0)
+    assert not raised.value.fenced
