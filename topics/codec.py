@@ -94,12 +94,15 @@ def _all_bools(data: bytes) -> bool:
 
 
 def _write_ndarray(array: Any, schema: Any, *_: object) -> bytes:
-    if isinstance(array, bytes):
-        return array
-    if array.dtype != schema["dtype"] or array.ndim != 1:
+    return array if isinstance(array, bytes) else column_bytes(array, schema["dtype"])
+
+
+def column_bytes(array: Any, dtype: str) -> bytes:
+    """Return the bytes of an array for a field of this dtype. Raises RecordError if it does not fit."""
+    if array.dtype != dtype or array.ndim != 1:
         raise RecordError(
-            f"an array has dtype {array.dtype.str} and shape {array.shape} instead of dtype {schema['dtype']} and one "
-            f"dimension; convert it with numpy.asarray(x, {schema['dtype']!r})"
+            f"an array has dtype {array.dtype.str} and shape {array.shape} instead of dtype {dtype} and one "
+            f"dimension; convert it with numpy.asarray(x, {dtype!r})"
         )
     return cast(bytes, array.tobytes())
 
@@ -226,7 +229,7 @@ def _flattener(cls: type) -> Callable[[Any], Any]:
     return flatten
 
 
-def _begin(value: bytes) -> int:
+def begin_of(value: bytes) -> int:
     """Return where the frame begins: after the prefix of a schema registry, if there is one."""
     prefixed = value.startswith(REGISTRY_MAGIC) and value.startswith(MAGIC, REGISTRY_PREFIX_SIZE)
     return REGISTRY_PREFIX_SIZE if prefixed else 0
@@ -234,19 +237,19 @@ def _begin(value: bytes) -> int:
 
 def frame_of(value: bytes) -> bytes:
     """Return a value without the prefix of a schema registry, if it has one."""
-    return value[_begin(value) :]
+    return value[begin_of(value) :]
 
 
 def is_frame(value: bytes | None) -> bool:
     """Whether a value begins like a rollstream record of any release, with or without a registry's prefix."""
-    return value is not None and value.startswith(MAGIC, _begin(value))
+    return value is not None and value.startswith(MAGIC, begin_of(value))
 
 
 def schema_of(value: bytes | None) -> Schema | None:
     """Return the schema that the first bytes of a value name, without decoding the value; None if it is unknown."""
     if value is None or not is_frame(value):
         return None
-    begin = _begin(value)
+    begin = begin_of(value)
     return schemas_by_fingerprint().get(value[begin + len(MAGIC) : begin + HEADER_SIZE])
 
 
@@ -261,7 +264,7 @@ def leading_text(value: bytes) -> bytes:
 
     Raises RecordError if the frame ends within the field.
     """
-    at = _begin(value) + HEADER_SIZE
+    at = begin_of(value) + HEADER_SIZE
     size = shift = 0
     while at < len(value) and shift < 35:
         byte = value[at]
@@ -321,7 +324,7 @@ def decode(data: bytes | None) -> Any:
 
     Raises RecordError for a value that is not a frame, an unknown fingerprint, bytes that do not parse, or extra bytes.
     """
-    body = 0 if data is None else _begin(data) + HEADER_SIZE
+    body = 0 if data is None else begin_of(data) + HEADER_SIZE
     if data is None or not is_frame(data) or len(data) < body:
         raise RecordError(_not_a_frame(data))
     schema = schema_of(data)
@@ -339,12 +342,13 @@ def decode(data: bytes | None) -> Any:
         values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
     except PARSE_ERRORS as error:
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
-    if stream.tell() != len(data) and not _is_signature(data[stream.tell() :]):
+    if stream.tell() != len(data) and not is_signature(data[stream.tell() :]):
         raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
     return _builder(record_types()[schema.record])(cast(dict[str, Any], values))
 
 
-def _is_signature(rest: bytes) -> bool:
+def is_signature(rest: bytes) -> bool:
+    """Whether the bytes after a record have the form of a signature."""
     return len(rest) == SIGNATURE_SIZE and rest.startswith(SIGNATURE_MAGIC)
 
 

@@ -53,6 +53,11 @@ class RLExample:
     token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Arrays named by grouping.token_arrays that the rollout carries, each [T, ...] in its own dtype."""
 
+    @property
+    def length(self) -> int:
+        """Number of positions, T."""
+        return len(self.tokens)
+
 
 def examples_of(batch: TrainingBatch) -> list[RLExample]:
     """Return the rows of a batch as examples; their arrays are views of the batch's arrays."""
@@ -129,6 +134,12 @@ def batch_digest(batch: TrainingBatch) -> str:
     """Return the digest of a batch, 32 bytes in hexadecimal: BLAKE3 over its record as `codec.encode` writes it, from
     the header up to the field `digest`, which is the last one."""
     return blake3(encode(replace(batch, digest=""))[: -len(_NO_DIGEST)]).hexdigest()
+
+
+def digested(body: bytes) -> tuple[bytes, str]:
+    """Return the frame of a batch from all of its bytes before the digest, and that digest."""
+    digest = str(blake3(body).hexdigest())
+    return b"".join((body, _DIGEST_LENGTH, digest.encode())), digest
 
 
 def has_digest(frame: bytes, digest: str) -> bool:

@@ -91,7 +91,7 @@ def problems(rollout: Rollout) -> list[str]:
     for i, turn in enumerate(rollout.turns):
         if not 0 <= turn.start <= turn.stop <= length:
             issues.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
-    return issues + _arrays_problems(rollout.token_arrays, length)
+    return issues + arrays_problems(rollout.token_arrays, length)
 
 
 def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
@@ -262,7 +262,8 @@ def _sampling_problems(sampling: SamplingParams) -> list[str]:
     return issues
 
 
-def _arrays_problems(arrays: Mapping[str, NamedArray], length: int) -> list[str]:
+def arrays_problems(arrays: Mapping[str, NamedArray], length: int) -> list[str]:
+    """Return everything wrong with the named arrays of a rollout of `length` tokens."""
     if len(arrays) > ARRAYS_LIMIT:
         return [f"it has {len(arrays)} token arrays; it may have at most {ARRAYS_LIMIT}"]
     issues = []

@@ -189,12 +189,12 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int, named: 
     met = set()
     where = (job.kafka, job.run, journal[: begin + 1], journal[-1].position, load_plug_ins(job.grouper))
     for output in refold(*where, skips=skips_in(later)):
-        for batch in output.batches:
+        for batch in output.encoded:
             met.add(batch.batch_id)
             if batch.batch_id not in recorded:
                 result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, but topic batches lacks it")
             elif recorded[batch.batch_id] != batch.digest:
-                result.mismatches += _differences(job, batch)
+                result.mismatches += _differences(job, batch.batch)
         drops.update(_identity(output.journal.drops))
     for batch_id in sorted(recorded.keys() - met):
         result.mismatches.append(f"batch {batch_id}: topic batches has it, but the fold does not cut it")
@@ -245,11 +245,11 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
         stop = journal[last].position
         where = (job.kafka, job.run, journal[: start + 1], stop, load_plug_ins(job.grouper))
         for output in refold(*where, skips=skips_in(journal[start + 1 : last + 1])):
-            for batch in output.batches:
+            for batch in output.encoded:
                 if batch.batch_id in these:
                     met.add(batch.batch_id)
                     if recorded[batch.batch_id] not in (None, batch.digest):
-                        result.mismatches += _differences(job, batch)
+                        result.mismatches += _differences(job, batch.batch)
         result.batches += len(these)
         result.mismatches += [
             f"batch {batch_id}: topic batches has it, but the fold does not cut it" for batch_id in sorted(these - met)

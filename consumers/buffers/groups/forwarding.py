@@ -14,9 +14,9 @@ from rollstream.consumers.buffers.groups.group_files import RolloutGroup
 from rollstream.consumers.buffers.groups.index import GroupEntry
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.core.advantages import group_episodes, member_advantages
-from rollstream.consumers.grouping.core.batch_assembly import example
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
-from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, trimmed
+from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member
+from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRollout
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, SealedGroup
 from rollstream.topics.rl_examples import RLExample, Source
 
@@ -147,7 +147,7 @@ def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[
         opened_offset=group.members[0].source.offset,
         opened_ms=sealed_ms,
         declared_size=len(group.members),
-        members={r.uid: Member(source, trimmed(r), 0, sealed_ms) for r, source in group.members},
+        members={r.uid: Member(source, HeldRollout.of(r).trimmed(), 0, sealed_ms) for r, source in group.members},
     )
     advantages = member_advantages(collected, group_episodes(collected), ESTIMATORS[estimator])
     sealed = SealedGroup(
@@ -159,4 +159,6 @@ def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[
         advantages=tuple(worth.share for worth in advantages.values()),
         sealed_ms=sealed_ms,
     )
-    return sealed, [example(member, advantages[uid].share) for uid, member in collected.members.items()]
+    return sealed, [
+        HeldExample.of(m.rollout, m.source, advantages[uid].share).plain() for uid, m in collected.members.items()
+    ]

@@ -5,15 +5,11 @@ stage, if it has one, runs over the rows of a batch, when the batch is cut.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from rollstream.consumers.grouping.core.batch_assembly import advantage_array
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean, without_noise
 from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
-from rollstream.topics.records import Bool
+from rollstream.consumers.grouping.core.held_rollouts import with_advantage
 from rollstream.topics.rl_examples import RLExample
 
 
@@ -32,7 +28,7 @@ def group_episodes(group: Group) -> GroupEpisodes:
         episodes.setdefault(episode_of(member.rollout), []).append(member)
     branches_of = list(episodes.values())
     rewards = without_noise([mean([m.rollout.reward for m in branches]) for branches in branches_of])
-    lengths = tuple(sum(_sampled_tokens(m.rollout.loss_mask) for m in branches) for branches in branches_of)
+    lengths = tuple(sum(m.rollout.sampled for m in branches) for branches in branches_of)
     return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
 
 
@@ -65,15 +61,9 @@ def over_batch(
             continue
         rows = [row for row, group in enumerate(groups) if group.estimator == name]
         advantages = [groups[row].advantages[examples[row].source.uid] for row in rows]
-        weights = [
-            _sampled_tokens(examples[row].loss_mask) / a.branches for row, a in zip(rows, advantages, strict=True)
-        ]
+        sampled = (groups[row].members[examples[row].source.uid].rollout.sampled for row in rows)
+        weights = [tokens / a.branches for tokens, a in zip(sampled, advantages, strict=True)]
         values = stage([a.episode for a in advantages], weights)
         for row, before, value in zip(rows, advantages, values, strict=True):
-            share = before._replace(episode=value).share
-            finished[row] = replace(examples[row], advantage=advantage_array(share, len(examples[row].tokens)))
+            finished[row] = with_advantage(examples[row], before._replace(episode=value).share)
     return finished
-
-
-def _sampled_tokens(loss_mask: Bool) -> int:
-    return int(np.count_nonzero(loss_mask))

@@ -3,48 +3,30 @@
 The functions are pure. Rows keep the maker's order, and groups are in the order of their first row.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Literal
+from functools import cache
+from itertools import accumulate
+from typing import Any, Literal
 
 import numpy as np
 
-from rollstream.consumers.grouping.core.groups import Group, Member
+from rollstream.consumers.grouping.core.effects import EncodedBatch
+from rollstream.consumers.grouping.core.groups import Group
+from rollstream.consumers.grouping.core.held_rollouts import (
+    LOGPROBS,
+    LOSS_MASK,
+    TOKENS,
+    HeldRollout,
+    advantage_bytes,
+)
 from rollstream.consumers.grouping.makers.batch_maker import array_bytes, group_bytes, row_bytes
-from rollstream.topics.records import BatchGroup, BatchTokenArray, Float32, Int32, NamedArray, Rollout, TrainingBatch
-from rollstream.topics.rl_examples import REFERENCE, RLExample, batch_digest
-
-_SEGMENT = np.int32(1)
-"""Segment of every position. Grouping does not pack examples; learners do."""
-
-
-@lru_cache(maxsize=4096)
-def _segment_ids(length: int) -> Int32:
-    return np.broadcast_to(_SEGMENT, length)
-
-
-def advantage_array(advantage: float, length: int) -> Float32:
-    """Return an array with a scalar advantage at every position, float32 [T]."""
-    return np.full(length, advantage, "<f4")
-
-
-def example(member: Member, advantage: float) -> RLExample:
-    """Return the example of a member, with its advantage at every position, float32 [T]."""
-    rollout = member.rollout
-    reference = rollout.token_arrays.get(REFERENCE)
-    return RLExample(
-        tokens=rollout.tokens,
-        loss_mask=rollout.loss_mask,
-        advantage=advantage_array(advantage, len(rollout.tokens)),
-        generator_log_probs=rollout.logprobs,
-        segment_ids=_segment_ids(len(rollout.tokens)),
-        source=member.source,
-        reference_log_probs=None if reference is None else reference.array().astype("<f4"),
-        weight_step=rollout.metadata.weight_step,
-        timestamp=rollout.metadata.timestamp,
-        token_arrays={name: array.array() for name, array in rollout.token_arrays.items() if name != REFERENCE},
-    )
+from rollstream.topics import codec
+from rollstream.topics.codec import column_bytes
+from rollstream.topics.frame_pieces import FramePieces, Piece, frame_pieces
+from rollstream.topics.records import BatchIndexEntry
+from rollstream.topics.rl_examples import REFERENCE, RLExample, digested
 
 
 def name_bytes(group: Group) -> int:
@@ -57,7 +39,7 @@ def batch_bytes(group: Group) -> int:
     size_bytes = name_bytes(group)
     for uid, member in group.members.items():
         arrays = member.rollout.token_arrays
-        size_bytes += row_bytes(len(member.rollout.tokens), uid, REFERENCE in arrays)
+        size_bytes += row_bytes(member.rollout.length, uid, REFERENCE in arrays)
         size_bytes += sum(array_bytes(n, len(a.data), len(a.shape)) for n, a in arrays.items() if n != REFERENCE)
     return size_bytes
 
@@ -71,15 +53,15 @@ def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> lis
     missing = [e for e in examples if e.reference_log_probs is None]
     if len(missing) in (0, len(examples)):
         return list(examples)
-    if 4 * sum(len(e.tokens) for e in missing) > room_bytes:
+    if 4 * sum(e.length for e in missing) > room_bytes:
         return [replace(e, reference_log_probs=None) for e in examples]
     return [
-        replace(e, reference_log_probs=np.full(len(e.tokens), np.nan, "<f4")) if e.reference_log_probs is None else e
+        replace(e, reference_log_probs=np.full(e.length, np.nan, "<f4")) if e.reference_log_probs is None else e
         for e in examples
     ]
 
 
-def joined_arrays(rollouts: Sequence[Rollout]) -> tuple[BatchTokenArray, ...]:
+def joined_arrays(rollouts: Sequence[HeldRollout]) -> list[dict[str, Any]]:
     """Join the named arrays of a batch's rows: one array per name, dtype and shape of a token, sorted in that order."""
     rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for row, rollout in enumerate(rollouts):
@@ -89,10 +71,10 @@ def joined_arrays(rollouts: Sequence[Rollout]) -> tuple[BatchTokenArray, ...]:
     joined = []
     for (name, dtype, shape), numbers in sorted(rows.items()):
         carriers = [rollouts[row] for row in numbers]
-        data = b"".join(carrier.token_arrays[name].data for carrier in carriers)
-        whole = NamedArray(dtype=dtype, shape=(sum(len(c.tokens) for c in carriers), *shape), data=data)
-        joined.append(BatchTokenArray(name=name, array=whole, rows=np.array(numbers, "<i4")))
-    return tuple(joined)
+        data = [carrier.token_arrays[name].data for carrier in carriers]
+        whole = {"dtype": dtype, "shape": (sum(c.length for c in carriers), *shape), "data": data}
+        joined.append({"name": name, "array": whole, "rows": _column("i", numbers)})
+    return joined
 
 
 def batch(
@@ -106,53 +88,71 @@ def batch(
     cut: Literal["size", "age", "drain"],
     cut_ms: int,
     metadata: str,
-) -> TrainingBatch:
-    """Return the batch of R examples; `groups[r]` is the group of `examples[r]`, and `metadata` is the maker's JSON."""
+) -> EncodedBatch:
+    """Return the batch of R examples; `groups[r]` is the group of `examples[r]`, and `metadata` is the maker's JSON.
+
+    Its record is joined from the bytes of the rollouts' arrays, each of which is copied once.
+    """
     index = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     rollouts = [g.members[e.source.uid].rollout for e, g in zip(examples, groups, strict=True)]
-    lengths = [len(e.tokens) for e in examples]
     references = [e.reference_log_probs for e in examples]
-    carried = [r for r in references if r is not None]
-    undigested = TrainingBatch(
-        batch_id=f"{partition}-{number}",
-        partition=partition,
-        number=number,
-        core_version=core_version,
-        generation=generation,
-        cut=cut,
-        cut_ms=cut_ms,
-        groups=tuple(
-            BatchGroup(
-                environment=g.key.environment,
-                example_id=g.key.example_id,
-                policy_version=g.key.policy_version,
-                group_id=g.key.group_id,
-                size=len(g.members),
-                opened_ms=g.opened_ms,
-                sealed_ms=g.sealed_ms,
-            )
+    carried = [column_bytes(r, "<f4") for r in references if r is not None]
+    offsets, timestamps = [e.source.offset for e in examples], [r.timestamp for r in rollouts]
+    lowest, highest = [r.lowest_version for r in rollouts], [r.highest_version for r in rollouts]
+    splits = [0, *accumulate(r.length for r in rollouts)]
+    columns: dict[str, Any] = {
+        "batch_id": f"{partition}-{number}",
+        "partition": partition,
+        "number": number,
+        "core_version": core_version,
+        "generation": generation,
+        "cut": cut,
+        "cut_ms": cut_ms,
+        "groups": [
+            {**g.key._asdict(), "size": len(g.members), "opened_ms": g.opened_ms, "sealed_ms": g.sealed_ms}
             for g in index
-        ),
-        group_index=np.array([index[g] for g in groups], "<i4"),
-        source_offsets=np.array([e.source.offset for e in examples], "<i8"),
-        uids=tuple(e.source.uid for e in examples),
-        splits=np.concatenate(([0], np.cumsum(lengths))).astype("<i8"),
-        tokens=np.concatenate([e.tokens for e in examples]),
-        loss_mask=np.concatenate([e.loss_mask for e in examples]),
-        logprobs=np.concatenate([e.generator_log_probs for e in examples]),
-        advantages=np.concatenate([e.advantage for e in examples]),
-        reference_logprobs=(
-            np.concatenate(carried) if carried and len(carried) == len(references) else np.empty(0, "<f4")
-        ),
-        rewards=np.array([r.reward for r in rollouts], "<f8"),
-        truncated=np.array([r.truncated for r in rollouts], "|b1"),
-        lowest_versions=np.array([r.lowest_version for r in rollouts], "<i8"),
-        highest_versions=np.array([r.highest_version for r in rollouts], "<i8"),
-        temperatures=np.array([r.sampling.temperature for r in rollouts], "<f8"),
-        logprobs_processed=np.array([r.logprobs_mode == "processed" for r in rollouts], "|b1"),
-        weight_steps=np.array([r.metadata.weight_step for r in rollouts], "<i8"),
-        timestamps=np.array([r.metadata.timestamp for r in rollouts], "<f8"),
-        token_arrays=joined_arrays(rollouts),
-        metadata=metadata,
+        ],
+        "group_index": _column("i", [index[g] for g in groups]),
+        "source_offsets": _column("q", offsets),
+        "uids": [e.source.uid for e in examples],
+        "splits": _column("q", splits),
+        "tokens": [r.bytes_of(TOKENS) for r in rollouts],
+        "loss_mask": [r.bytes_of(LOSS_MASK) for r in rollouts],
+        "logprobs": [r.bytes_of(LOGPROBS) for r in rollouts],
+        "advantages": list(map(advantage_bytes, examples)),
+        "reference_logprobs": carried if len(carried) == len(references) else [],
+        "rewards": _column("d", [r.reward for r in rollouts]),
+        "truncated": _column("?", [r.truncated for r in rollouts]),
+        "lowest_versions": _column("q", lowest),
+        "highest_versions": _column("q", highest),
+        "temperatures": _column("d", [r.temperature for r in rollouts]),
+        "logprobs_processed": _column("?", [r.logprobs_mode == "processed" for r in rollouts]),
+        "weight_steps": _column("q", [r.weight_step for r in rollouts]),
+        "timestamps": _column("d", timestamps),
+        "token_arrays": joined_arrays(rollouts),
+        "metadata": metadata,
+    }
+    frame, digest = digested(b"".join(_pieces()(columns)))
+    entry = BatchIndexEntry(
+        batch_id=columns["batch_id"],
+        partition=partition,
+        offset=-1,
+        rollouts=len(rollouts),
+        tokens=splits[-1],
+        trained_tokens=sum(r.sampled for r in rollouts),
+        lowest_version=min(lowest),
+        highest_version=max(highest),
+        size_bytes=13 * splits[-1],
+        digest=digest,
     )
-    return replace(undigested, digest=batch_digest(undigested))
+    return EncodedBatch(frame=frame, cut=cut, entry=entry, source_offsets=offsets, timestamps=timestamps)
+
+
+@cache
+def _pieces() -> FramePieces:
+    return frame_pieces(codec.schemas()["TrainingBatch"][-1], without=("digest",))
+
+
+def _column(form: str, values: Sequence[float]) -> list[Piece]:
+    """Return the bytes of a column of numbers, in a form of the module struct."""
+    return [struct.pack(f"<{len(values)}{form}", *values)]

@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import batch_assembly
 from rollstream.consumers.grouping.core.advantages import over_batch
+from rollstream.consumers.grouping.core.effects import EncodedBatch
 from rollstream.consumers.grouping.core.groups import Group, Stage
+from rollstream.consumers.grouping.core.held_rollouts import HeldExample, is_of
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
 from rollstream.consumers.grouping.makers.registry import batch_maker
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.fates import BATCHED
-from rollstream.topics.records import TrainingBatch
 from rollstream.topics.rl_examples import RLExample
 
 _METADATA_LIMIT = 4096
@@ -26,7 +27,7 @@ _METADATA_LIMIT = 4096
 class CutBatch(NamedTuple):
     """A batch, and the group of each of its rows."""
 
-    batch: TrainingBatch
+    batch: EncodedBatch
     groups: list[Group]
 
 
@@ -130,13 +131,7 @@ class BatchDelivery:
             raise self._broken(f"delivered {example.source}, which it does not hold")
         member = group.members.get(example.source.uid)
         rollout = member.rollout if member is not None and member.source == example.source else None
-        if (
-            rollout is None
-            or example.tokens is not rollout.tokens
-            or example.loss_mask is not rollout.loss_mask
-            or example.generator_log_probs is not rollout.logprobs
-            or example.advantage.shape != rollout.tokens.shape
-        ):
+        if rollout is None or not is_of(example, rollout):
             raise self._broken(f"delivered {example.source} with other content than it was given")
         group.fates[example.source.offset] = BATCHED
         return group
@@ -185,8 +180,7 @@ class BatchDelivery:
         )
         for member, advantage in zip(group.members.values(), sealed.advantages, strict=True):
             if member.source.offset not in group.fates:
-                example = batch_assembly.example(member, advantage)
-                self._maker.add_rollout(example, sealed)
+                self._maker.add_rollout(HeldExample.of(member.rollout, member.source, advantage), sealed)
         self._note_discarded()
 
     def _note_discarded(self) -> None:

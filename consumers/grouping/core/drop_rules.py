@@ -4,6 +4,8 @@ The fold applies them when a record arrives, when a group seals, when a deadline
 clock moves.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +14,8 @@ from rollstream.consumers.grouping.core.deadlines import DeadlineKind
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
+from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
 from rollstream.topics import codec
 from rollstream.topics.fates import exclusion_detail
 from rollstream.topics.keys import encode_key, partition_of
@@ -50,26 +54,52 @@ def foreign_rejection(record: InputRecord) -> Rejection | None:
     return Rejection("invalid", f"a {kind} does not belong in rollouts")
 
 
+class Content(NamedTuple):
+    """Content of a record."""
+
+    value: HeldRollout | GroupCancelled | Mark
+    problems: Sequence[str] = ()
+    """Everything wrong with it; a mark has other checks."""
+
+
+def content_of(record: InputRecord, reward: float | None = None) -> Content:
+    """Read a record; `reward` replaces the reward of a rollout. Raises RecordError if it cannot be decoded.
+
+    An error of a check is a mistake in the check: it ends the task, because a record that it rejected would be lost in
+    silence.
+    """
+    if reward is None:
+        rollout = record.rollout or read_rollouts([record.value])[0]
+        if rollout is not None:
+            return Content(rollout)
+    value = codec.decode(record.value)
+    if isinstance(value, Rollout):
+        # The signature is checked against the bytes of the record, which stay unchanged.
+        value = value if reward is None else replace(value, reward=reward)
+        return Content(HeldRollout.of(value), problems(value))
+    return Content(value, cancellation_problems(value) if isinstance(value, GroupCancelled) else ())
+
+
 def value_rejection(
     record: InputRecord,
-    value: Rollout | GroupCancelled | Mark,
+    content: Content,
     partition: int,
     partitions: int,
     config: GroupingConfig,
     *,
     replaying: bool,
 ) -> Rejection | None:
-    """Reject a decoded record that cannot be grouped, whatever the state of its group: by its type, content, key,
-    partition, signature, sampling and bounds. Marks are never rejected here.
+    """Reject a record that cannot be grouped, whatever the state of its group: by its content, key, partition,
+    signature, sampling and bounds. Marks are never rejected here.
 
-    Raises StateRefused if this process cannot check a signature that other processes can check. An error of a check is
-    a mistake in the check: it ends the task, because a record that it rejected would be lost in silence.
+    Raises StateRefused if this process cannot check a signature that other processes can check.
     """
+    value, faults = content
     if isinstance(value, Mark):
         return None
-    if replaying and isinstance(value, Rollout):
+    if replaying and isinstance(value, HeldRollout):
         return None  # It passed these checks when it was first read.
-    if faults := problems(value) if isinstance(value, Rollout) else cancellation_problems(value):
+    if faults:
         return Rejection("invalid", "; ".join(faults))
     key = _key_of(value.environment, value.example_id)
     if record.key != key:
@@ -81,13 +111,13 @@ def value_rejection(
         record.value or b"", ROLLOUT, keys
     ):
         return Rejection("invalid", f"no key of environment {value.environment} in grouping.environment_keys signed it")
-    if isinstance(value, Rollout) and value.sampling.filtered and not config.allow_filtered_sampling:
+    if isinstance(value, HeldRollout) and value.filtered and not config.allow_filtered_sampling:
         return Rejection(
             "invalid",
             f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on "
             f"(grouping.allow_filtered_sampling permits it)",
         )
-    if isinstance(value, Rollout) and (excess := config.bounds_of(value.environment).excess(value)):
+    if isinstance(value, HeldRollout) and (excess := config.bounds_of(value.environment).excess(value)):
         return Rejection("invalid", excess)
     return None
 
@@ -99,8 +129,8 @@ def sealed_rejection(group: Group, clocks: Clocks) -> Rejection | None:
         return Rejection("excluded", exclusion_detail("environment", group.key.environment))
     if config.exclude_workers:
         for member in group.members.values():
-            if member.rollout.metadata.worker_id in config.exclude_workers:
-                return Rejection("excluded", exclusion_detail("worker", member.rollout.metadata.worker_id))
+            if member.rollout.worker_id in config.exclude_workers:
+                return Rejection("excluded", exclusion_detail("worker", member.rollout.worker_id))
     if config.exclude_offsets:
         for member in group.members.values():
             if config.excludes_offset(member.source.partition, member.source.offset):

@@ -5,9 +5,12 @@ fold.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
+from rollstream.topics.codec import decode_as
+from rollstream.topics.records import BatchIndexEntry, Drop, FinishedGroup, JournalRecord, TrainingBatch
 
 CORE_VERSION = 1
 """Version of the fold's behaviour. The configuration in the log says which version is in force
@@ -23,6 +26,8 @@ class InputRecord(NamedTuple):
     """Append time, by the broker."""
     key: bytes | None
     value: bytes | None
+    rollout: HeldRollout | None = None
+    """Its content, if `rollout_reader` has read it with other records."""
 
     @property
     def readable(self) -> bool:
@@ -38,12 +43,37 @@ class DeadLetter(NamedTuple):
     """Human-readable reason."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncodedBatch:
+    """A batch that was cut: its record, and the figures of it that grouping needs."""
+
+    frame: bytes
+    cut: str
+    entry: BatchIndexEntry
+    """Its entry in the index, before it has an offset."""
+    source_offsets: list[int]
+    timestamps: list[float]
+
+    @property
+    def batch_id(self) -> str:
+        return self.entry.batch_id
+
+    @property
+    def digest(self) -> str:
+        return self.entry.digest
+
+    @cached_property
+    def batch(self) -> TrainingBatch:
+        """The batch as its readers decode it."""
+        return decode_as(TrainingBatch, self.frame)
+
+
 @dataclass
 class PendingEffects:
     """Effects that are not committed yet, since the position `begin`."""
 
     begin: int
-    batches: list[TrainingBatch] = field(default_factory=list)
+    batches: list[EncodedBatch] = field(default_factory=list)
     dead_letters: list[DeadLetter] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
     finished: dict[str, list[int]] = field(default_factory=dict)
@@ -66,7 +96,13 @@ class Effects:
 
     journal: JournalRecord
     """All changes in one record, of any size."""
-    batches: tuple[TrainingBatch, ...]
+    encoded: tuple[EncodedBatch, ...]
+    """Batches that were cut."""
     dead_letters: tuple[DeadLetter, ...]
     records: tuple[JournalRecord, ...]
     """The journal as it is written: the same record, or its parts if it would be too large."""
+
+    @property
+    def batches(self) -> tuple[TrainingBatch, ...]:
+        """The batches that were cut, decoded."""
+        return tuple(encoded.batch for encoded in self.encoded)

@@ -8,8 +8,7 @@ reached, new environments are counted together. `rollstream.topics.journal_count
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.topics.fates import (
     DROP_REASONS,
     DROPPED,
@@ -18,7 +17,7 @@ from rollstream.topics.fates import (
     dropped_for,
     fate_and_reason,
 )
-from rollstream.topics.records import FateCount, Rollout
+from rollstream.topics.records import FateCount
 
 COUNTED_BYTES = 128 * 1024
 """Maximum size of the counts in a snapshot; beyond it, new environments are counted together."""
@@ -63,16 +62,16 @@ class FateCounts:
         self._bytes = sum(_entry_bytes(key) for key in self._sums if key[0] != OTHER_ENVIRONMENTS)
         self._changed: set[tuple[str, str]] = set()
 
-    def add(self, environment: str, fate: str, tokens: int, measured: Rollout | None = None) -> None:
+    def add(self, environment: str, fate: str, tokens: int, measured: HeldRollout | None = None) -> None:
         """Count a record; `measured` is its rollout if the rollout is valid."""
         key = (environment, fate)
         sums = self._sums.get(key)
         if sums is None:
             key, sums = self._enter(key)
         if measured is None:
-            self._sums[key] = sums._replace(rollouts=sums.rollouts + 1, tokens=sums.tokens + tokens)
+            self._sums[key] = FateSums(sums.rollouts + 1, sums.tokens + tokens, *sums[2:])
         else:
-            length, reward = int(np.count_nonzero(measured.loss_mask)), measured.reward
+            length, reward = measured.sampled, measured.reward
             self._sums[key] = FateSums(
                 sums.rollouts + 1,
                 sums.tokens + tokens,

@@ -10,21 +10,27 @@ Reading a record again has no effects.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import Change, MarkOutcome, content_outcome, mark_outcome
-from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, foreign_rejection, value_rejection
+from rollstream.consumers.grouping.core.drop_rules import (
+    Clocks,
+    Rejection,
+    content_of,
+    foreign_rejection,
+    value_rejection,
+)
 from rollstream.consumers.grouping.core.effects import Effects, InputRecord
 from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
-from rollstream.topics.records import FateCount, Mark, Rollout
+from rollstream.topics.records import FateCount, Mark
 
 
 class Fold:
@@ -109,32 +115,30 @@ class Fold:
 
     def _admit(self, record: InputRecord, before: Clocks) -> None:
         """Apply the content of a record; `before` holds the clocks before it was read."""
-        if (foreign := foreign_rejection(record)) is not None:
+        if record.rollout is None and (foreign := foreign_rejection(record)) is not None:
             self._count_read("", 0)
             self._tracker.drop(record.offset, foreign)
             return
         try:
-            value = codec.decode(record.value)
+            content = content_of(record, self._rewards.get(record.offset))
         except RecordError as error:
             self._count_read("", 0)
             self._tracker.dead_letter(record, str(error))
             return
-        if isinstance(value, Rollout) and record.offset in self._rewards:
-            # The signature is checked against the bytes of the record, which stay unchanged.
-            value = replace(value, reward=self._rewards[record.offset])
+        value = content.value
         rejection = value_rejection(
-            record, value, self.partition, self.partitions, self.config, replaying=self.replaying
+            record, content, self.partition, self.partitions, self.config, replaying=self.replaying
         )
         if isinstance(value, Mark):
             self._admit_mark(record, value)
             return
-        if isinstance(value, Rollout):
-            self._count_read(value.environment, len(value.tokens))
+        if isinstance(value, HeldRollout):
+            self._count_read(value.environment, value.length)
         elif rejection is not None:
             self._count_read(value.environment, 0)
         if rejection is not None:
             self._tracker.drop(record.offset, rejection, value)
-        elif isinstance(value, Rollout):
+        elif isinstance(value, HeldRollout):
             self._groups.join(record, value, before)
         else:
             self._groups.cancel(record, value, before)

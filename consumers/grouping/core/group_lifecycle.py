@@ -23,7 +23,8 @@ from rollstream.consumers.grouping.core.drop_rules import (
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import estimator
 from rollstream.consumers.grouping.core.finished_groups import FinishedGroups
-from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, Stage, trimmed
+from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, Stage
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.live_groups import LiveGroups
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
@@ -31,7 +32,7 @@ from rollstream.consumers.grouping.core.rates import Rates
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.codec import frame_of
-from rollstream.topics.records import GroupCancelled, RateLevel, Rollout
+from rollstream.topics.records import GroupCancelled, RateLevel
 from rollstream.topics.rl_examples import Source
 
 
@@ -55,7 +56,7 @@ class GroupLifecycle:
 
     # ------------------------------------------------------------------ admission
 
-    def join(self, record: InputRecord, rollout: Rollout, before: Clocks) -> None:
+    def join(self, record: InputRecord, rollout: HeldRollout, before: Clocks) -> None:
         """Let a valid rollout open or join its group, or drop it; `before` holds the clocks before it was read."""
         key = GroupKey(rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
         rejection = self._membership_rejection(key, rollout)
@@ -64,7 +65,7 @@ class GroupLifecycle:
             return
         group = self._live.open.get(key) or self._open(key, record.offset, rollout.group_size)
         source = Source(self._partition, record.offset, rollout.uid)
-        rest = trimmed(rollout, self.clocks.config.token_arrays)
+        rest = rollout.trimmed(self.clocks.config.token_arrays)
         size_bytes = memory_costs.member_cost(rest)
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
@@ -102,7 +103,7 @@ class GroupLifecycle:
             return ""
         return self._rates.exceeded(environment, quota, len(frame_of(record.value or b"")), record.timestamp_ms)
 
-    def _membership_rejection(self, key: GroupKey, rollout: Rollout) -> Rejection | None:
+    def _membership_rejection(self, key: GroupKey, rollout: HeldRollout) -> Rejection | None:
         """Reject a valid rollout that cannot join its group."""
         if (group := self._live.open.get(key)) is not None:
             refusal = group.refusal(rollout)

@@ -3,14 +3,13 @@
 A group counts episodes, not rollouts: the branches of one episode complete together and are cancelled together.
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rollstream.topics.records import NO_FLOATS, Rollout, RolloutMetadata
-from rollstream.topics.rl_examples import REFERENCE, Source
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
+from rollstream.topics.records import Rollout
+from rollstream.topics.rl_examples import Source
 
 
 class GroupKey(NamedTuple):
@@ -43,8 +42,7 @@ class Member(NamedTuple):
     """A rollout that joined a group."""
 
     source: Source
-    rollout: Rollout
-    """The rollout as `trimmed` leaves it."""
+    rollout: HeldRollout
     size_bytes: int
     """Memory that the member takes, as grouping.capacity_bytes counts it."""
     append_ms: int
@@ -65,36 +63,7 @@ class MemberAdvantage(NamedTuple):
         return self.episode / self.branches
 
 
-def trimmed(rollout: Rollout, token_arrays: Collection[str] = ()) -> Rollout:
-    """Return a rollout without the fields that neither its fate nor its batch depends on.
-
-    It leaves out turns, rewards of tokens and components, free-form metadata, and all arrays except the reference
-    log-probabilities and the named `token_arrays`. Some of these fields take fifty times as many bytes in memory as in
-    the log.
-    """
-    arrays = rollout.token_arrays
-    about = rollout.metadata
-    fields = {
-        **vars(rollout),
-        "turns": (),
-        "token_rewards": NO_FLOATS,
-        "reward_components": _NOTHING,
-        "metadata": RolloutMetadata(
-            worker_id=about.worker_id, timestamp=about.timestamp, weight_step=about.weight_step
-        ),
-        "token_arrays": {name: arrays[name] for name in (REFERENCE, *token_arrays) if name in arrays} or _NOTHING,
-        "extra": _NOTHING,
-    }
-    # The __init__ of a frozen dataclass would cost more than all other work on a record.
-    left: Rollout = object.__new__(Rollout)
-    object.__setattr__(left, "__dict__", fields)
-    return left
-
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def episode_of(rollout: Rollout) -> str:
+def episode_of(rollout: Rollout | HeldRollout) -> str:
     """Return the uid of the episode that a rollout counts for: its own uid if the episode has only this branch."""
     return rollout.episode_uid if rollout.branches > 1 else rollout.uid
 
@@ -159,7 +128,7 @@ class Group:
         """Lowest policy version that sampled any token of any member."""
         return min((m.rollout.lowest_version for m in self.members.values()), default=self.key.policy_version)
 
-    def refusal(self, rollout: Rollout) -> tuple[str, str] | None:
+    def refusal(self, rollout: HeldRollout) -> tuple[str, str] | None:
         """Return why a rollout cannot join, as drop reason and detail; None if it can."""
         episode = episode_of(rollout)
         if rollout.uid in self.members:

@@ -8,7 +8,7 @@ tests compare the two.
 from collections.abc import Iterable
 
 from rollstream.consumers.grouping.core.groups import GroupKey
-from rollstream.topics.records import Rollout
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.topics.rl_examples import REFERENCE
 
 GROUP = 2_000
@@ -35,18 +35,18 @@ def group_cost(key: GroupKey) -> int:
     return GROUP + _texts(key.environment, key.example_id, key.group_id)
 
 
-def member_cost(rollout: Rollout) -> int:
-    """Return the memory cost of a rollout in a group, as `groups.trimmed` leaves it: its arrays, names and metadata."""
+def member_cost(rollout: HeldRollout) -> int:
+    """Return the memory cost of a rollout in a group, once trimmed: its arrays, names and metadata."""
     reference = rollout.token_arrays.get(REFERENCE)
-    arrays = len(rollout.tokens) * TOKEN
+    arrays = rollout.length * TOKEN
     if reference is not None:
-        arrays += REFERENCE_ARRAY + len(reference.data) + 4 * len(rollout.tokens)
+        arrays += REFERENCE_ARRAY + len(reference.data) + 4 * rollout.length
     for name, array in rollout.token_arrays.items():
         arrays += TOKEN_ARRAY + _text(name) + len(array.data) + 8 * len(array.shape) if name != REFERENCE else 0
-    if rollout.metadata.timestamp or rollout.metadata.weight_step != -1:
+    if rollout.timestamp or rollout.weight_step != -1:
         arrays += STAMP
     names = (rollout.environment, rollout.example_id, rollout.group_id, rollout.episode_uid)
-    return MEMBER + arrays + _texts(rollout.uid, rollout.metadata.worker_id, *names)
+    return MEMBER + arrays + _texts(rollout.uid, rollout.worker_id, *names)
 
 
 def cancellation_cost(uids: Iterable[str]) -> int:

@@ -11,11 +11,13 @@ from rollstream.consumers.grouping.core.effects import (
     CORE_VERSION,
     DeadLetter,
     Effects,
+    EncodedBatch,
     InputRecord,
     PendingEffects,
 )
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.groups import Group
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.fates import (
@@ -39,8 +41,6 @@ from rollstream.topics.records import (
     GroupCancelled,
     JournalRecord,
     RateLevel,
-    Rollout,
-    TrainingBatch,
 )
 from rollstream.topics.validation import NAME_LIMIT
 
@@ -102,7 +102,7 @@ class OffsetTracker:
     def drop(self, offset: int, verdict: Rejection, value: object = None, age_ms: int = 0) -> None:
         """Finish a dropped offset; `value` is its content, if it could be decoded."""
         measured = None
-        if isinstance(value, Rollout):
+        if isinstance(value, HeldRollout):
             # An invalid rollout may hold NaN, which would spoil the sums.
             measured = value if verdict.reason != "invalid" else None
             drop = Drop(
@@ -114,7 +114,7 @@ class OffsetTracker:
                 policy_version=value.policy_version,
                 lowest_version=value.lowest_version,
                 age_ms=age_ms,
-                tokens=len(value.tokens),
+                tokens=value.length,
             )
         else:
             environment = clip(value.environment, NAME_LIMIT) if isinstance(value, GroupCancelled) else ""
@@ -129,7 +129,7 @@ class OffsetTracker:
         for member in group.members.values():
             offset, rollout = member.source.offset, member.rollout
             if fates[offset] == BATCHED:
-                self._finish(offset, BATCHED, key.environment, len(rollout.tokens), rollout)
+                self._finish(offset, BATCHED, key.environment, rollout.length, rollout)
             else:
                 self.drop(offset, Rejection(fates[offset], detail), rollout, now_ms - member.append_ms)
         for member in group.cancelled_members:
@@ -148,10 +148,10 @@ class OffsetTracker:
             )
         )
 
-    def add_batch(self, batch: TrainingBatch) -> None:
+    def add_batch(self, batch: EncodedBatch) -> None:
         """Add a batch that was cut; its rows finish with their groups."""
         self.pending.batches.append(batch)
-        self.pending.delivered += batch.source_offsets.tolist()
+        self.pending.delivered += batch.source_offsets
 
     def _finish(
         self,
@@ -159,7 +159,7 @@ class OffsetTracker:
         fate: Fate,
         environment: str,
         tokens: int = 0,
-        measured: Rollout | None = None,
+        measured: HeldRollout | None = None,
         counted_as: str = "",
     ) -> None:
         self._unfinished.pop(offset, None)

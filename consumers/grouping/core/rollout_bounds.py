@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records import Rollout
 
 
 class Bounds(NamedTuple):
@@ -35,10 +35,12 @@ class Bounds(NamedTuple):
         if self.vocabulary_size < 1 or self.max_tokens < 1:
             raise ConfigurationError(f"{where}: vocabulary_size and max_tokens must be at least 1")
 
-    def excess(self, rollout: Rollout) -> str:
+    def excess(self, rollout: HeldRollout) -> str:
         """Describe the number of a valid rollout that lies beyond a bound; "" if all numbers are within bounds."""
-        temperature, length = rollout.sampling.temperature, len(rollout.tokens)
-        most = int(np.maximum.reduce(rollout.tokens))
+        temperature, length = rollout.temperature, rollout.length
+        most = rollout.token_bound
+        if most >= self.vocabulary_size:
+            most = int(np.maximum.reduce(rollout.tokens))
         if rollout.reward < self.min_reward:
             excess = f"reward {rollout.reward:g} is below grouping.min_reward {self.min_reward:g}"
         elif rollout.reward > self.max_reward:

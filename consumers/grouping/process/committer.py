@@ -8,6 +8,7 @@ from rollstream.consumers.grouping.core.grouping_task import GroupingTask, TaskC
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.topics.logs import event
+from rollstream.topics.traces.spans import SPANS
 from rollstream.topics.traces.way import batch_committed
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,14 @@ class Committer:
             self._figures.committed([commit.effects for commit in commits], self._publisher.latest_s)
         for commit in commits:
             _report(commit.effects)
-            for batch in commit.effects.batches:
+            for batch in commit.effects.batches if SPANS.enabled else ():
                 offset = self._publisher.batch_offsets.get(batch.batch_id, -1)
                 batch_committed(self._run, self._group, batch, offset, self._publisher.latest_s)
 
 
 def _report(effects: Effects) -> None:
-    for batch in effects.batches:
-        event(logger, "batch", batch=batch.batch_id, rollouts=len(batch), cut=batch.cut)
+    for batch in effects.encoded:
+        event(logger, "batch", batch=batch.batch_id, rollouts=batch.entry.rollouts, cut=batch.cut)
     for letter in effects.dead_letters:
         event(
             logger,

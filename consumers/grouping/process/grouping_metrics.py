@@ -54,14 +54,14 @@ class GroupingFigures:
         self._longest_commit_s = max(self._longest_commit_s, seconds)
         self._totals["transactions"] += 1
         for output in outputs:
-            self._totals["batches"] += len(output.batches)
-            self._totals["batched"] += sum(map(len, output.batches))
+            self._totals["batches"] += len(output.encoded)
+            self._totals["batched"] += sum(batch.entry.rollouts for batch in output.encoded)
             self._totals["dropped"] += len(output.journal.drops)
             self._totals["dead_lettered"] += len(output.dead_letters)
             self._totals["finished_groups"] += len(output.journal.finished_groups)
             now_s = time.time()
-            for batch in output.batches:
-                ages = (max(0.0, now_s - float(ended)) for ended in batch.timestamps if ended > 0)
+            for batch in output.encoded:
+                ages = (max(0.0, now_s - ended) for ended in batch.timestamps if ended > 0)
                 VALUES.observe("rollstream_grouping_rollout_to_batch_seconds", ages)
 
     @property

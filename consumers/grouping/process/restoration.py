@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
@@ -33,9 +34,9 @@ _ASK_S = 1.0
 """Longest call for a committed offset, in seconds."""
 
 
-def records_of(message: KafkaRecord) -> InputRecord:
-    """Return a record of `rollouts` as the fold reads it."""
-    return InputRecord(message.offset, message.timestamp_ms, message.key, message.value)
+def records_of(message: KafkaRecord, rollout: HeldRollout | None = None) -> InputRecord:
+    """Return a record of `rollouts` as the fold reads it; `rollout` is its content if it was read already."""
+    return InputRecord(message.offset, message.timestamp_ms, message.key, message.value, rollout)
 
 
 @dataclass

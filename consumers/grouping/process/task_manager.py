@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
 from rollstream.consumers.grouping.process.commit_pace import CommitPace
 from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.restoration import records_of
@@ -200,10 +201,14 @@ class TaskManager:
     def take_in(self, polled: Polled) -> None:
         """Pass records to the running tasks, and note which tasks have reached the ends of their partitions."""
         self._pace.passed(len(polled.records))
-        for record in polled.records:
+        try:
+            rollouts = read_rollouts([record.value for record in polled.records])
+        except Exception:  # Each task then reads its records one by one, and names the one at which a check fails.
+            rollouts = [None] * len(polled.records)
+        for record, rollout in zip(polled.records, rollouts, strict=True):
             task = self._reading(record.partition)
             if task is not None and self._seeks.confirm(record.partition, record.offset):
-                task.apply(records_of(record), record.leader_epoch)
+                task.apply(records_of(record, rollout), record.leader_epoch)
         for (_topic, partition), end in polled.ends.items():
             task = self._reading(partition)
             # If a record arrived after the end was reached, the position is past that end.

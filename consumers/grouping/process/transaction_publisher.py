@@ -19,7 +19,6 @@ from rollstream.topics.kafka.records import UNREADABLE, GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.transactions import Transaction
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchIndexEntry
 
 
 class TransactionPublisher(ExactlyOnce[TaskCommit]):
@@ -35,12 +34,12 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
         deliveries: dict[tuple[str, str], Delivery] = {}
         for commit in commits:
             effects = commit.effects
-            for batch in effects.batches:
-                key = encode_key(batch.batch_id)
-                self._send(transaction, "batches", encode(batch), key, batch.partition, batch.batch_id, deliveries)
-            for letter in effects.dead_letters:
-                self._send_dead_letter(transaction, self._refused(effects.journal.partition, letter))
             partition = effects.journal.partition
+            for batch in effects.encoded:
+                key = encode_key(batch.batch_id)
+                self._send(transaction, "batches", batch.frame, key, partition, batch.batch_id, deliveries)
+            for letter in effects.dead_letters:
+                self._send_dead_letter(transaction, self._refused(partition, letter))
             for record in effects.records:
                 record = replace(record, leader_epoch=commit.leader_epoch)
                 name = f"{partition}-{record.sequence}"
@@ -51,8 +50,8 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
         self.batch_offsets = {name: offset for (topic, name), offset in offsets.items() if topic == "batches"}
         for commit in commits:
             journal = commit.effects.journal
-            for batch in commit.effects.batches:
-                entry = BatchIndexEntry.of(batch, offsets["batches", batch.batch_id])
+            for batch in commit.effects.encoded:
+                entry = replace(batch.entry, offset=offsets["batches", batch.batch_id])
                 key = encode_key(batch.batch_id)
                 self._send(transaction, "batch-index", encode(entry), key, 0, batch.batch_id, deliveries)
             # The metadata of the last record is committed; the list is never empty.

@@ -289,12 +289,12 @@ class _Reading:
         drops, cut_again = set[tuple[int, str]](), set[str]()
         for output in fold_again(restored, inputs(), position, self._plug_ins, skips=skips):
             drops.update((drop.offset, drop.reason) for drop in output.journal.drops)
-            for batch in output.batches:
+            for batch in output.encoded:
                 cut_again.add(batch.batch_id)
                 if part.named.isdisjoint([batch.batch_id]):
                     problem(f"batch {batch.batch_id}: the fold cuts it, but the journal does not name it")
                 elif self._digests.get(batch.batch_id) not in (None, batch.digest):
-                    problem(self._difference(batch))
+                    problem(self._difference(batch.batch))
         self._result.folded += len(cut_again)
         for name in sorted(part.named - cut_again, key=batch_numbers):
             problem(f"batch {name}: the journal names it, but the fold does not cut it")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.selection_bias import (
     DEPENDENT,
     RolloutMoments,
@@ -37,7 +38,7 @@ def counts(**fates: Sample) -> tuple[FateCount, ...]:
         for number, (length, reward) in enumerate(sample):
             tokens = np.zeros(length, "<i4")
             rollout = example_rollout(str(number), reward, tokens=tokens, loss_mask=np.ones(length, bool))
-            counts.add("env", fate.replace("dropped_", "dropped:"), length, rollout)
+            counts.add("env", fate.replace("dropped_", "dropped:"), length, HeldRollout.of(rollout))
     return counts.records()
 
 

@@ -89,12 +89,18 @@ def test_a_record_of_another_topic_is_not_decoded(monkeypatch: pytest.MonkeyPatc
     assert foreign[:-1] not in decoded
 
 
+DECODED = example_rollout("a", highest_version=2**63 - 1)
+"""A rollout that the fast reader leaves to the decoder, because of a number of ten bytes."""
+
+
 @pytest.mark.parametrize(
     ("place", "record"),
     [
         ("topics.validation._array_problems", carrying("x", array(4))),
-        ("topics.codec._all_bools", example_rollout("a")),
-        ("topics.codec._builder", example_rollout("a")),
+        ("topics.codec._all_bools", DECODED),
+        ("topics.codec._builder", DECODED),
+        ("topics.validation._token_problems", DECODED),
+        ("consumers.grouping.core.rollout_reader._are_sound", example_rollout("a")),
         ("consumers.grouping.core.drop_rules.partition_of", example_rollout("a")),
         ("consumers.grouping.core.configuration_marks.check_names", mark_of(GroupingConfig(generation=1))),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.makers.batch_maker import (
     BatchMaker,
     FifoBatchMaker,
@@ -20,7 +21,6 @@ from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import Rollout
 from rollstream.topics.rl_examples import RLExample, Source
 from tests.support.live_objects import live
 from tests.support.pairs import pair, reasons, uids
@@ -280,13 +280,13 @@ def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
 
 
 def test_no_rollout_is_kept_in_memory_once_its_group_finished() -> None:
-    before = live(Rollout)
+    before = live(HeldRollout)
     d = GroupingTestDriver(GroupingConfig(batch_rollouts=2, group_deadline_s=1e6))
     d.pipe(example_rollout("half", 1.0, example_id="half"))
-    assert len(live(Rollout)) == len(before) + 1, "an open group is kept"
+    assert len(live(HeldRollout)) == len(before) + 1, "an open group is kept"
     for i in range(150):
         pair(d, str(i), tokens=np.arange(10, dtype="<i4"))
-    assert len(live(Rollout)) == len(before) + 1
+    assert len(live(HeldRollout)) == len(before) + 1
 
 
 class Fickle(Wrong):
