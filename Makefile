@@ -155,7 +155,7 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 
 docs: $(STAMP) ## Write docs/reference, bring tables up to date, and build the site in dist/site
 	$(BIN)/python -m docs.build
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lock: ## Lock the requirements again, for all platforms, with hashes
 	echo uv | $(LOCK) --universal - -o requirements-uv.txt $(ARGS)
