@@ -21,26 +21,22 @@ from rollstream.consumers.buffers.slices.directory import (
 )
 from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart, Leaves
 from rollstream.consumers.buffers.slices.journal import (
-    CloseRecord,
+    DECODER,
     FlushRecord,
-    JournalFollower,
     OpenRecord,
+    Record,
     ReserveOnDiskRecord,
     ReserveRecord,
-    SliceJournal,
     SnapshotRecord,
-    read_journal,
-    write_journal,
 )
 from rollstream.consumers.buffers.slices.ring_files import RingFiles, check, specs_of
 from rollstream.consumers.buffers.slices.state import SliceState
+from rollstream.consumers.buffers.storage.journal import Journal, JournalFollower, read_journal, write_journal
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, sync_directory
 from rollstream.topics.errors import ConfigurationError, RecordError
 
 _AHEAD = 16
 """Number of parts in which a ring is overwritten; each part is announced on disk first."""
-LEAST_JOURNAL_BYTES = 2**20
-"""A journal is compacted when it has grown by more bytes than this plus a sixteenth of its snapshot."""
 
 
 class _Overwritten(StoreError):
@@ -60,8 +56,8 @@ class SliceStore:
         self._why_read_only = "was opened read-only; open it to write"
         self._lost = False
         """Whether the state is that of the last flush, because a writer of another boot or machine wrote the rest."""
-        self._journal: SliceJournal | None = None
-        self._followed: JournalFollower | None = None
+        self._journal: Journal | None = None
+        self._followed: JournalFollower[Record] | None = None
         """In a reader, the journal that `state` is read from."""
         self._closed = False
         self._lock: DirectoryLock | None = None if read_only else lock_directory(directory, LOCK)
@@ -125,8 +121,7 @@ class SliceStore:
         """Write all added steps to disk. Raises StoreError."""
         journal = self._short_journal()
         self._files.sync()
-        journal.append(FlushRecord(self.state.draws))
-        journal.sync()
+        journal.append(FlushRecord(self.state.draws), sync=True)
 
     def save(self, directory: Path, alone: AbstractContextManager[object]) -> None:
         """Write everything to disk, or copy it to another directory, where it replaces any buffer.
@@ -172,8 +167,7 @@ class SliceStore:
         try:
             if self._journal is not None:
                 self.flush()
-                self._journal.append(CloseRecord())
-                self._journal.sync()
+                self._journal.append_closed()
         finally:
             self._close_files()
             self._unlock()
@@ -245,15 +239,15 @@ class SliceStore:
         """Read the journal, but only up to the last flush if the machine has restarted since a writer opened it."""
         boot = slice_directory.boot_id()
         if self._read_only:
-            self._followed = JournalFollower(self._journal_path)
-        reading = read_journal(self._journal_path) if self._followed is None else self._followed.read()
+            self._followed = JournalFollower(self._journal_path, DECODER)
+        reading = read_journal(self._journal_path, DECODER) if self._followed is None else self._followed.read()
         records = reading.records
         lost = next((record.boot for record in reversed(records) if isinstance(record, OpenRecord)), boot) != boot
         self._lost = lost
         if (
             not records
             or not isinstance(records[0], SnapshotRecord)
-            or (reading.damaged and (reading.was_on_disk or not lost))
+            or (reading.damaged and (reading.closed or not lost))
         ):
             raise StoreError(
                 f"{self._journal_path} is damaged at byte {reading.stop}; fill the buffer from the log again"
@@ -274,12 +268,11 @@ class SliceStore:
             self.state.forget(self._ahead - self.capacity)
             # The next step is not below the steps to forget, or it would count as overwritten.
             self.state.head = max(self.state.head, self.state.low)
-        self._snapshot_bytes = 0
         if self._read_only:
             return
-        self._journal = SliceJournal(self._journal_path, reading.stop)
+        self._journal = Journal(self._journal_path, reading.stop)
         if lost:
-            self._compact()
+            self._compact(self._journal)
         else:
             self._journal.append(OpenRecord(boot))
 
@@ -301,42 +294,30 @@ class SliceStore:
         self._files, self._manifest = files, replace(self._manifest, arrays=specs)
         remove_all_but(self._directory, self._manifest)
 
-    def _make_room(self, journal: SliceJournal, stop: int) -> None:
+    def _make_room(self, journal: Journal, stop: int) -> None:
         """Forget the steps that writing up to counter `stop` overwrites, first in the journal and then in memory."""
         if stop <= self.capacity:
             return
         if stop > self._ahead:
             ahead = stop + self.capacity // _AHEAD
-            journal.append(ReserveOnDiskRecord(ahead))
-            journal.sync()
+            journal.append(ReserveOnDiskRecord(ahead), sync=True)
             self._ahead = ahead
         record = ReserveRecord(stop)
         journal.append(record)
         self.state.apply(record)
 
-    def _short_journal(self) -> SliceJournal:
+    def _short_journal(self) -> Journal:
         """Return the journal, after compacting it if it has grown long."""
-        if self._writable().size_bytes > LEAST_JOURNAL_BYTES + self._snapshot_bytes + self._snapshot_bytes // 16:
-            self._compact()
-        return self._writable()
+        journal = self._writable()
+        if journal.long:
+            self._compact(journal)
+        return journal
 
-    def _compact(self) -> None:
+    def _compact(self, journal: Journal) -> None:
         """Replace the journal by one that begins with a snapshot, so that it does not grow without limit."""
         self._files.sync()
-        before, self._journal = self._journal, None
-        try:
-            write_journal(
-                self._journal_path,
-                self.state.snapshot(),
-                ReserveOnDiskRecord(self._ahead),
-                OpenRecord(slice_directory.boot_id()),
-            )
-            self._snapshot_bytes = self._journal_path.stat().st_size
-        finally:
-            # Reopen the journal also after an error, because the new file may already have replaced the old one.
-            self._journal = SliceJournal(self._journal_path, self._journal_path.stat().st_size)
-            if before is not None:
-                before.close()
+        boot = OpenRecord(slice_directory.boot_id())
+        journal.replace(self.state.snapshot(), ReserveOnDiskRecord(self._ahead), boot)
 
     def _copy_to(self, directory: Path, alone: AbstractContextManager[object]) -> None:
         """Write everything to new files in a directory, name them in its manifest, and delete its other files."""
@@ -363,7 +344,7 @@ class SliceStore:
         write_manifest(directory, manifest)
         remove_all_but(directory, manifest)
 
-    def _writable(self) -> SliceJournal:
+    def _writable(self) -> Journal:
         self._become_reader_if_forked()
         if self._journal is None or self._lock is None or not self._lock.held:
             closed = "is closed, or another process writes to it; open it to write"

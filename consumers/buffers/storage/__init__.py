@@ -1,1 +1,1 @@
-"""Storage shared by buffers: atomic files, locks, checksums, seeded draws."""
+"""Storage shared by buffers: journals, checked Parquet files, locks, seeded draws."""

@@ -18,15 +18,13 @@ from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named, with_plain_fields
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
-from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.journal import DrawRecord, JournalContent, PositionRecord
 from rollstream.consumers.buffers.trajectories.rlinf_documents import write_documents
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, Layout, check_trajectory, refuse_other
 from rollstream.consumers.buffers.trajectories.shelf import TrajectoryShelf
 from rollstream.consumers.buffers.trajectories.store import (
     AddOperation,
-    DrawState,
     DropOperation,
-    SkipOperation,
     TrajectoryStore,
 )
 from rollstream.consumers.buffers.trajectories.unsaved import TrajectoryMemory
@@ -186,7 +184,7 @@ class TrajectoryReplayBuffer(Closing):
                 return
             self._store.open()
             self._position[partition] = offset + 1
-            self._store.put(SkipOperation(partition, offset + 1))
+            self._store.put(PositionRecord(partition, offset + 1))
 
     def clear(self) -> None:
         """Delete all trajectories and their files, and reset the next id; the position stays. Raises StoreError."""
@@ -425,7 +423,7 @@ class TrajectoryReplayBuffer(Closing):
         with self._lock:
             self._store.open()
             if self._draws != self._draws_saved:
-                self._store.put(DrawState(self._shelf.index.counter, self.seed, self._draws))
+                self._store.put(DrawRecord(self._shelf.index.counter, str(self.seed), self._draws))
                 self._draws_saved = self._draws
         self._store.flush()
 

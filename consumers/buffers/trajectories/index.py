@@ -59,7 +59,8 @@ class Window(NamedTuple):
         return int(self.ends[-1]) - self.base if len(self.ends) else 0
 
 
-_ROW = np.dtype([("id", "<i8"), ("uuid", "V16"), ("description", "<u4"), ("size_bytes", "<i8")])
+ROW = np.dtype([("id", "<i8"), ("uuid", "V16"), ("description", "<u4"), ("size_bytes", "<i8")])
+"""One trajectory; `description` is a number of a description."""
 
 
 class ColumnQueue:
@@ -109,7 +110,7 @@ class TrajectoryIndex:
     """Entries of trajectories by place. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
-        self._rows, self._ends = ColumnQueue(_ROW), ColumnQueue(np.dtype("<i8"))
+        self._rows, self._ends = ColumnQueue(ROW), ColumnQueue(np.dtype("<i8"))
         self._known: list[Description] = []
         self._numbers: dict[Description, int] = {}
         self._base = 0
@@ -150,30 +151,29 @@ class TrajectoryIndex:
         self.counter += 1
         return entry
 
-    def extend(
-        self,
-        ids: Int64,
-        uuids: NDArray[np.void],
-        numbers: NDArray[np.uint32],
-        sizes: Int64,
-        descriptions: Sequence[Description],
-    ) -> None:
-        """Add many trajectories whose ids ascend; the i-th has the description `descriptions[numbers[i]]`."""
-        if not len(ids):
+    def extend(self, rows: NDArray[Any], descriptions: Sequence[Description]) -> None:
+        """Add many trajectories whose ids ascend: rows of dtype ROW, `description` being a place in `descriptions`."""
+        if not len(rows):
             return
         own_numbers = np.array([self._number(description) for description in descriptions], np.uint32)
         samples = np.array([description.samples for description in descriptions], np.int64)
+        numbers = rows["description"]
         self._ends.extend((self._ends.all[-1] if len(self) else self._base) + np.cumsum(samples[numbers]))
-        rows = np.empty(len(ids), _ROW)
-        rows["id"], rows["uuid"], rows["description"], rows["size_bytes"] = ids, uuids, own_numbers[numbers], sizes
+        rows = rows.copy()
+        rows["description"] = own_numbers[numbers]
         self._rows.extend(rows)
-        self.size_bytes += int(sizes.sum())
-        self.counter = max(self.counter, int(ids[-1]) + 1)
+        self.size_bytes += int(rows["size_bytes"].sum())
+        self.counter = max(self.counter, int(rows["id"][-1]) + 1)
 
-    def columns(self) -> tuple[Int64, NDArray[np.void], NDArray[np.uint32], Int64, list[Description]]:
-        """Return ids, uuids, numbers of descriptions, sizes, and descriptions, the arguments of `extend`, as views."""
-        rows = self._rows.all
-        return rows["id"], rows["uuid"], rows["description"], rows["size_bytes"], self._known
+    @property
+    def rows(self) -> NDArray[Any]:
+        """All trajectories, oldest first, as `extend` takes them; a view."""
+        return self._rows.all
+
+    @property
+    def descriptions(self) -> Sequence[Description]:
+        """The descriptions that `rows` refer to."""
+        return self._known
 
     def drop(self, count: int) -> list[TrajectoryEntry]:
         """Remove and return the `count` oldest trajectories."""

@@ -100,10 +100,7 @@ class TrajectoryShelf:
     def load(self, content: JournalContent) -> None:
         """Replace everything by the content of a journal; fill the cache with the newest trajectories."""
         self.index = TrajectoryIndex()
-        entries = content.entries
-        self.index.extend(
-            entries["id"], entries["uuid"], entries["description"], entries["size_bytes"], content.descriptions
-        )
+        self.index.extend(content.entries, content.descriptions)
         self.index.counter = content.counter
         self.layout = content.layout
         self._mapped.clear()

@@ -28,7 +28,16 @@ from rollstream.consumers.buffers.trajectories.folder import (
     sweep,
 )
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
-from rollstream.consumers.buffers.trajectories.journal import NAME, JournalContent, JournalEncoder, TrajectoryJournal
+from rollstream.consumers.buffers.trajectories.journal import (
+    NAME,
+    AddRecord,
+    DrawRecord,
+    DropRecord,
+    JournalContent,
+    PositionRecord,
+    Record,
+    TrajectoryJournal,
+)
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, FetchedArrays, owned
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
@@ -42,8 +51,6 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _GROUP = 64
 """Maximum number of operations in one append to the journal."""
-COMPACT_RECORDS = 4096
-"""A journal is compacted when it has more records than this, plus two for each trajectory held."""
 
 
 class AddOperation(NamedTuple):
@@ -54,13 +61,6 @@ class AddOperation(NamedTuple):
     at: tuple[int, int] | None
 
 
-class SkipOperation(NamedTuple):
-    """Move the position without a trajectory."""
-
-    partition: int
-    offset: int
-
-
 class DropOperation(NamedTuple):
     """Remove all trajectories below an id."""
 
@@ -68,15 +68,7 @@ class DropOperation(NamedTuple):
     entries: tuple[TrajectoryEntry, ...]
 
 
-class DrawState(NamedTuple):
-    """Store the next id, the seed and the number of draws."""
-
-    counter: int
-    seed: int
-    draws: int
-
-
-Operation = AddOperation | SkipOperation | DropOperation | DrawState
+Operation = AddOperation | DropOperation | PositionRecord | DrawRecord
 
 
 class TrajectoryStore:
@@ -106,7 +98,8 @@ class TrajectoryStore:
         self._unpinned: list[Path] = []
         """Files to delete once they are no longer pinned."""
         self._lock: DirectoryLock | None = None
-        self._records = 0
+        self._closed_bytes = 0
+        """Size of the journal when this store closed it."""
         self._process = os.getpid()
         self.open()
 
@@ -131,15 +124,13 @@ class TrajectoryStore:
                     "trajectories into it (load_checkpoint)"
                 )
             self._journal = TrajectoryJournal(self.directory, self._seed)
-            if self._records not in (0, self._journal.records):
+            if self._closed_bytes not in (0, self._journal.size_bytes):
                 raise StoreError(f"{self.directory} was written by another process since it was closed; open it again")
             self.content = self._journal.content
             put_aside(self.directory, self.content)
         except BaseException:
             self._lock.release()
             raise
-        self._encoder = self._journal.encoder()
-        self._held = len(self.content.entries)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trajectory-writer")
 
     @property
@@ -197,8 +188,6 @@ class TrajectoryStore:
         self.flush()
         self._journal.replace(content)
         self.content = self._journal.content
-        self._encoder = self._journal.encoder()
-        self._held = len(content.entries)
         sweep(self.directory, self.content)
 
     def close(self) -> None:
@@ -208,10 +197,9 @@ class TrajectoryStore:
         self.flush()
         assert self._executor is not None
         assert self._lock is not None
-        self._journal.seal()
-        self._executor.shutdown()
-        self._records = self._journal.records
         self._journal.close()
+        self._executor.shutdown()
+        self._closed_bytes = self._journal.size_bytes
         self._lock.release()
 
     # ------------------------------------------------------------------ out
@@ -302,10 +290,8 @@ class TrajectoryStore:
                     self._formats(operation.entry.description.format).write(file, operation.part)
         with store_errors(self.directory):
             sync_directory(self.directory)
-        # A copy is used, because descriptions in a failed append do not reach the file.
-        encoder = self._encoder.copy()
-        self._journal.append(b"".join(_record(encoder, operation) for operation in operations))
-        self._encoder = encoder
+        layouts = [operation.part.layout for operation in operations if isinstance(operation, AddOperation)]
+        self._journal.append(list(map(_record, operations)), layouts[-1] if layouts else None)
 
     def _tidy(self, operations: list[Operation]) -> Exception | None:
         """Delete the files of removed trajectories, and compact the journal if it has too many records.
@@ -315,7 +301,6 @@ class TrajectoryStore:
         try:
             for operation in operations:
                 if isinstance(operation, DropOperation):
-                    self._held -= len(operation.entries)
                     paths = [self.path(entry) for entry in operation.entries]
                     with self._turn:
                         if self._pinned:
@@ -323,11 +308,7 @@ class TrajectoryStore:
                             continue
                     for path in paths:
                         path.unlink(missing_ok=True)
-                elif isinstance(operation, AddOperation):
-                    self._held += 1
-            if self._journal.records > COMPACT_RECORDS + 2 * self._held:
-                self._journal.replace(self._journal.read())
-                self._encoder = self._journal.encoder()
+            self._journal.shorten()
         except OSError as error:  # Opening the directory again deletes them.
             event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
         except StoreError as error:  # The journal stays long until the next attempt.
@@ -337,13 +318,11 @@ class TrajectoryStore:
         return None
 
 
-def _record(encoder: JournalEncoder, operation: Operation) -> bytes:
+def _record(operation: Operation) -> Record:
     match operation:
-        case AddOperation(entry, part, at):
-            return encoder.entry(*entry, at, part.layout)
-        case SkipOperation(partition, offset):
-            return encoder.position(partition, offset)
+        case AddOperation(entry, _part, at):
+            return AddRecord(entry, at)
         case DropOperation(first_kept):
-            return encoder.drop(first_kept)
-        case DrawState(counter, seed, draws):
-            return encoder.state(counter, seed, draws)
+            return DropRecord(first_kept)
+        case _:
+            return operation

@@ -16,7 +16,7 @@ from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
-from rollstream.consumers.buffers.slices.journal import Record, SliceJournal
+from rollstream.consumers.buffers.storage.journal import Journal
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry, TrajectoryIndex
 from rollstream.consumers.files.atomic_files import StoreError
@@ -186,14 +186,14 @@ def test_a_child_forked_while_another_thread_adds_slices_can_draw(
     buffer.add(tree)
     adding, forking = threading.Event(), threading.Event()
     os.register_at_fork(before=forking.set)
-    append = SliceJournal.append
+    append = Journal.append
 
-    def slow_append(journal: SliceJournal, record: Record) -> None:
+    def slow_append(journal: Journal, record: Any, **options: Any) -> None:
         adding.set()
         assert forking.wait(60)
-        append(journal, record)
+        append(journal, record, **options)
 
-    monkeypatch.setattr(SliceJournal, "append", slow_append)
+    monkeypatch.setattr(Journal, "append", slow_append)
     thread = threading.Thread(target=buffer.add, args=(tree,))
     thread.start()
     assert adding.wait(60)

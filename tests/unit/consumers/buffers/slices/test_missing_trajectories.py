@@ -4,17 +4,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
-from rollstream.consumers.buffers.slices.directory import read_manifest
 from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
-from rollstream.consumers.buffers.slices.journal import read_journal, write_journal
 from rollstream.consumers.buffers.slices.state import SliceState
 from rollstream.consumers.buffers.trajectories.filler import put
 from rollstream.producers.trajectories.collector import TrajectoryCollector
@@ -160,37 +157,6 @@ def test_a_copy_knows_where_an_episode_without_its_beginning_goes_on(tmp_path: P
         with whole(tmp_path / name) as slices:
             slices.add(parts[2])
             assert stored(slices) == {(4, 11)}
-
-
-class OldSteps(msgspec.Struct, array_like=True):
-    episode: int
-    steps: int
-    uid: str
-    last: bool
-
-
-class OldAdd(msgspec.Struct, array_like=True, tag="a"):
-    runs: tuple[OldSteps, ...]
-    at: tuple[int, int] | None
-    draws: int
-
-
-def test_a_journal_of_an_earlier_release_is_continued(tmp_path: Path) -> None:
-    parts = collected()
-    with whole(tmp_path) as slices:
-        slices.add(parts[0])
-        slices.add(parts[1])
-    manifest = read_manifest(tmp_path)
-    assert manifest is not None
-    path = tmp_path / manifest.journal
-    records = read_journal(path).records
-    uid = parts[0].episodes[0].uid
-    old = OldAdd((OldSteps(0, 4, uid, False),), None, 0)
-    write_journal(path, records[0], records[1], old, old)  # type: ignore[arg-type]
-    with whole(tmp_path) as slices:
-        assert slices.is_open(uid)
-        slices.add(parts[2])
-        assert stored(slices) == {(0, 11)}
 
 
 ARRIVALS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=40)

@@ -11,10 +11,11 @@ import pytest
 
 from rollstream.consumers.buffers.slices import buffer as slice_buffer
 from rollstream.consumers.buffers.slices import directory as slice_directory
-from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
-from rollstream.consumers.buffers.slices.journal import JournalFollower
+from rollstream.consumers.buffers.slices.journal import DECODER
 from rollstream.consumers.buffers.slices.ring_files import RingFiles
+from rollstream.consumers.buffers.storage import journal as journals
+from rollstream.consumers.buffers.storage.journal import JournalFollower
 from rollstream.consumers.files import atomic_files
 from rollstream.consumers.files.atomic_files import StoreError
 from tests.support.slice_rings import (
@@ -40,7 +41,7 @@ def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
                 offset += 1
             if target == 400:
                 with monkeypatch.context() as patch:
-                    patch.setattr(store, "LEAST_JOURNAL_BYTES", 10)
+                    patch.setattr(journals, "LEAST_BYTES", 10)
                     writer.flush()
             assert reader.size() == writer.size()
             content(reader, tmp_path)
@@ -98,7 +99,7 @@ def test_a_reader_of_a_journal_does_not_depend_on_the_position_that_forked_proce
     with ring(tmp_path) as writer:
         feed(writer, 0)
         monkeypatch.setattr(Path, "open", noted)
-        with closing(JournalFollower(journal_of(tmp_path))) as follower:
+        with closing(JournalFollower(journal_of(tmp_path), DECODER)) as follower:
             shared = opened[-1].fileno()
             assert follower.read().records
             assert os.lseek(shared, 0, os.SEEK_CUR) == 0, "it does not move it either"
@@ -143,7 +144,7 @@ def test_a_reader_follows_a_journal_that_is_replaced_again_and_again(
     with ring(tmp_path) as writer, ring(tmp_path, read_only=True) as reader:
         for offset in range(300):
             feed(writer, offset)
-        monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", -(2**20))
+        monkeypatch.setattr(journals, "LEAST_BYTES", -(2**20))
         offset = 300
         for replacements in range(1, 6):
             assert reader.size() == writer.size()
@@ -162,7 +163,7 @@ def test_a_reader_does_not_repeat_its_draws_when_the_journal_is_replaced(
             feed(writer, offset)
         reader.sample(30)
         expected = [other.sample(30)["offset"].tolist() for _ in range(2)][1]
-        monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", -(2**20))
+        monkeypatch.setattr(journals, "LEAST_BYTES", -(2**20))
         writer.flush()
         assert reader.sample(30)["offset"].tolist() == expected
         assert reader.stats()["draws"] == 2

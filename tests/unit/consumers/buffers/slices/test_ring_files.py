@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
+from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.files.atomic_files import StoreError, read_json
 from rollstream.topics.errors import ConfigurationError
 from tests.support.slice_rings import (
@@ -66,7 +66,7 @@ def test_an_open_episode_that_lost_all_its_steps_starts_again(
     buffer = EpisodeSliceBuffer(tmp_path, 20, 4)
     buffer.add({"step": np.arange(5)}, episode="slow", last=False)
     if reopens:
-        monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", 10)
+        monkeypatch.setattr(journals, "LEAST_BYTES", 10)
         buffer.close()
         buffer = EpisodeSliceBuffer(tmp_path, 20, 4)
     assert buffer.is_open("slow")

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.directory import read_manifest
-from rollstream.consumers.buffers.slices.journal import FlushRecord, read_journal
-from rollstream.consumers.files import atomic_files
+from rollstream.consumers.buffers.slices.journal import DECODER, FlushRecord
+from rollstream.consumers.buffers.storage import journal as journals
+from rollstream.consumers.buffers.storage.journal import read_journal
 from rollstream.consumers.files.atomic_files import StoreError
 from tests.support.slice_rings import (
     CAPACITY,
@@ -41,7 +41,7 @@ def test_arrays_are_on_disk_before_the_journal_says_so(tmp_path: Path, monkeypat
         with pytest.raises(StoreError, match="Input/output error"):
             buffer.flush()
         monkeypatch.undo()
-        records = read_journal(journal_of(tmp_path)).records
+        records = read_journal(journal_of(tmp_path), DECODER).records
         assert sum(isinstance(record, FlushRecord) for record in records) == 1
 
 
@@ -79,7 +79,7 @@ def test_a_full_disk_is_an_error_and_nothing_of_the_episode_is_added(
         assert after["head"] == before["head"]
         assert after["columns"]["run_at"][-1] == before["columns"]["run_at"][-1]
         journal = journal_of(tmp_path / "ring")
-        assert read_journal(journal).stop == journal.stat().st_size
+        assert read_journal(journal, DECODER).stop == journal.stat().st_size
         assert feed(buffer, 300)
     with ring(tmp_path / "ring") as buffer:
         stored = content(buffer, tmp_path / "ring")
@@ -141,32 +141,8 @@ def test_a_first_episode_that_could_not_be_written_does_not_decide_the_arrays(
         content(buffer, tmp_path)
 
 
-@pytest.mark.parametrize("has_its_name", [False, True])
-def test_a_failed_compaction_of_the_journal_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_its_name: bool
-) -> None:
-    def failing(*_arguments: Any) -> None:
-        raise OSError(5, "Input/output error")
-
-    buffer = ring(tmp_path / "ring")
-    for offset in range(5):
-        feed(buffer, offset)
-    monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", 10)
-    monkeypatch.setattr(*((atomic_files, "sync_directory") if has_its_name else (os, "replace")), failing)
-    with pytest.raises(StoreError, match="Input/output error"):
-        feed(buffer, 5)
-    monkeypatch.undo()
-    for offset in range(5, 9):
-        assert feed(buffer, offset)
-    left = left_by_kill(tmp_path / "ring")
-    buffer.close()
-    with ring(left) as buffer:
-        stored = content(buffer, left)
-    assert stored == never_killed(tmp_path / "other", 9)
-
-
 def test_space_is_bounded_however_much_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", 4096)
+    monkeypatch.setattr(journals, "LEAST_BYTES", 4096)
     directory = tmp_path / "ring"
     with ring(directory) as buffer:
         sizes = []
@@ -184,7 +160,7 @@ def test_space_is_bounded_however_much_is_added(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_journal_is_bounded_when_nothing_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", 300)
+    monkeypatch.setattr(journals, "LEAST_BYTES", 300)
     with ring(tmp_path) as buffer:
         feed(buffer, 0)
         monkeypatch.setattr(os, "fsync", lambda _descriptor: None)

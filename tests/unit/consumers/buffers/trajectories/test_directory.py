@@ -130,8 +130,8 @@ def test_after_a_clean_close_one_bit_of_the_index_is_refused_and_no_file_is_dele
         replay.add_trajectories([trajectory(number) for number in range(60)])
     index = tmp_path / "buffer" / "trajectory_index.log"
     whole = index.read_bytes()
-    # The last 56 bytes are the record of the close: without them nothing is lost.
-    for place in np.random.default_rng(3).integers(0, len(whole) - 56, 40).tolist():
+    # The last 18 bytes are the mark of the close: without it nothing is lost.
+    for place in np.random.default_rng(3).integers(0, len(whole) - 18, 40).tolist():
         index.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         with pytest.raises(StoreError, match=r"trajectory_index\.log is damaged at byte .*restore it, or fill"):
             buffer(tmp_path, True)

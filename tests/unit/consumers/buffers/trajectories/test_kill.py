@@ -16,8 +16,8 @@ WRITER = """
 import sys
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from tests.support.trajectory_batches import trajectory
-import rollstream.consumers.buffers.trajectories.store as files
-files.COMPACT_RECORDS = 20
+from rollstream.consumers.buffers.storage import journal
+journal.LEAST_BYTES = 1000
 of = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1], max_trajectories=12, cache_size=2)
 position = of.position.get(0, 0)
 for offset in range(position, position + 10_000):
