@@ -11,21 +11,15 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
-
-from blake3 import blake3
 
 from rollstream.topics.errors import RollstreamError
 
 UNFINISHED = ".unfinished"
 """Suffix of files that are being written; no reader opens them."""
-_DIGEST_KEY = "rollstream.digest"
-_DIGEST_MARK = b"blake3:"
 _PIECE_BYTES = 2**20
-_DIGEST_HEX = 32
-"""Number of hexadecimal digits of a digest, which is computed with zeros in their place."""
 
 
 class StoreError(RollstreamError):
@@ -118,44 +112,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Read a JSON document. Raises FileNotFoundError, or StoreError if it is not JSON."""
-    return _parsed(path, path.read_bytes())
-
-
-def _parsed(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise StoreError(f"{path} is not JSON ({error}); it was not written by this program, restore it") from error
-
-
-def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically, with its digest under a separate key. Raises as `write_json` does."""
-    document = {**value, _DIGEST_KEY: _DIGEST_MARK.decode() + "0" * _DIGEST_HEX}
-    data = json.dumps(document, ensure_ascii=False, indent=1).encode()
-    at = data.rindex(_DIGEST_MARK) + len(_DIGEST_MARK)
-    write_bytes(path, data[:at], _digest_of(data), data[at + _DIGEST_HEX :])
-
-
-def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read an object written by `write_checked_json`.
-
-    Raises FileNotFoundError, or StoreError if the file is damaged or has no digest.
-    """
-    data = path.read_bytes()
-    at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
-    end = at + _DIGEST_HEX
-    if _digest_of(data[:at] + b"0" * _DIGEST_HEX + data[end:]) != data[at:end]:
-        raise StoreError(
-            f"{path} is damaged: its content differs from what was written; restore it from a copy, or start with "
-            "an empty directory and fill it again"
-        )
-    value: dict[str, Any] = _parsed(path, data)
-    del value[_DIGEST_KEY]
-    return value
-
-
-def _digest_of(data: bytes) -> bytes:
-    return blake3(data).hexdigest(length=_DIGEST_HEX // 2).encode()
 
 
 def remove(path: Path) -> None:

@@ -43,7 +43,7 @@ COLUMNS = pa.schema(
 """Columns of a file of groups. `sealed_ts` and `created_ts` are seconds since the Unix epoch; `rr_metadata_json`
 contains a rollout's metadata, its place in the log (`source`: partition, offset), and the Avro frame of the record in
 base64 (`record`)."""
-VIEW_STATE = "position.json"
+VIEW_STATE = "position.journal"
 """Name of the state file of a store of all environments, next to their folders."""
 _FOLDER_LIMIT = 200
 _OPEN = re.compile(r"open-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")

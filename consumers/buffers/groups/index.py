@@ -1,29 +1,23 @@
-"""The index of sealed groups: one line for each group, appended after its file is on disk, so every named file exists.
+"""The index of sealed groups: a journal with a record for each group, appended after its file is on disk.
 
-With it, opening a store does not read every file. The folder is authoritative: torn or damaged lines, missing entries
-and entries without a file are repaired from it. Every line ends with its checksum.
+With it, opening a store does not read every file. In a store filled by hand the folder is authoritative: files that the
+index lacks are added, and a damaged index is made again from all files. A view with a damaged index is filled again.
 """
 
-import json
 import os
-import re
-import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from rollstream.consumers.buffers.groups.group_files import RolloutGroup, part_name, read_groups
-from rollstream.consumers.files.atomic_files import StoreError, write_bytes
+from rollstream.consumers.buffers.groups.group_files import RolloutGroup, read_groups
+from rollstream.consumers.buffers.storage.journal import Journal, NoJournal, read_journal, write_journal
+from rollstream.consumers.files.atomic_files import StoreError
 
-_NAME = "groups.jsonl"
-_CHECKSUM = b"\t%08x"
-"""End of a line: CRC-32 of the JSON before it, which has no tab."""
-_CHECKSUM_BYTES = 9
-_NAMES = re.compile(rb"part-[0-9a-f-]{36}\.parquet|(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
-"""Texts in a damaged line that may name a group: a file name or a group id."""
+INDEX = "groups.journal"
 
 
 class GroupEntry(NamedTuple):
@@ -36,44 +30,68 @@ class GroupEntry(NamedTuple):
     uids: tuple[str, ...]
 
 
+_RECORD: msgspec.msgpack.Decoder[msgspec.Raw] = msgspec.msgpack.Decoder(msgspec.Raw)
+_ENTRY: msgspec.msgpack.Decoder[GroupEntry] = msgspec.msgpack.Decoder(GroupEntry)
+
+
 class GroupIndex:
     """Entries by group id, in the order the groups sealed. Not thread-safe."""
 
     def __init__(self, directory: Path, count: int = -1) -> None:
-        """Read the index. If `count` is not negative, keep only the first `count` groups; later groups seal again."""
-        self._path = directory / _NAME
-        self._lines: dict[str, bytes] = {}
-        """Lines by group id, without checksums; entries as Python objects would take three times the memory."""
+        """Read the index. If `count` is not negative, keep only the first `count` groups; later groups seal again.
+
+        Raises StoreError if the index cannot be read, or has lost some of the first `count` groups.
+        """
+        self._path = directory / INDEX
+        self._records: dict[str, msgspec.Raw] = {}
+        """Encoded entries by group id, because entries as Python objects would take three times the memory."""
+        self._journal: Journal | None = None
+        """Opened by the first append."""
         self._stale = False
         """Whether the file differs from the index in memory."""
-        self._unsynced = False
         self.damaged: list[str] = []
         """Errors of files that are not in the index and cannot be read."""
-        unlisted = _parts(directory)
-        group_ids = self._read(unlisted)
-        if 0 <= count <= len(group_ids) and None not in group_ids[:count]:
-            self._stale = self._stale or count < len(group_ids)
-            for group_id in filter(None, group_ids[count:]):
-                unlisted.add(_parse(self._lines.pop(group_id)).file)
-        else:
-            for name in sorted(unlisted):
-                self._add_from_file(name, unlisted)
-        self._unlisted = unlisted
+        self._unlisted = _parts(directory)
+        records = self._read()
+        if count > len(records):
+            raise StoreError(
+                f"{self._path} is damaged: it has {len(records)} of {count} groups; fill a new directory from the log"
+            )
+        for record in records if count < 0 else records[:count]:
+            entry = _ENTRY.decode(record)
+            if entry.file in self._unlisted:
+                self._records[entry.group_id] = record
+                self._unlisted.discard(entry.file)
+        self._stale = self._stale or len(self._records) < len(records)
+        if count < 0 and self._unlisted:
+            self._add_unlisted()
 
-    def _add_from_file(self, name: str, unlisted: set[str]) -> GroupEntry | None:
-        """Add the group of a file, and remove the name from `unlisted`; return None if the file cannot be read."""
-        self._stale = True
+    def _read(self) -> list[msgspec.Raw]:
+        """Read the records; a missing or damaged index has none."""
+        self._stop = 0
         try:
-            [group] = read_groups(self._path.with_name(name))
-        except StoreError as error:
-            self.damaged.append(str(error))
-            return None
-        except FileNotFoundError:
-            return None
-        entry = _entry(name, group)
-        self._lines[entry.group_id] = _line(entry)
-        unlisted.discard(name)
-        return entry
+            reading = read_journal(self._path, _RECORD)
+        except NoJournal:
+            self._stale = True
+            return []
+        self._stop, self._stale = reading.stop, reading.damaged or not reading.stop
+        return [] if reading.damaged else reading.records
+
+    def _add_unlisted(self) -> None:
+        """Add the groups of the files that are not in the index, in the order they sealed."""
+        self._stale = True
+        added: list[tuple[float, GroupEntry]] = []
+        for name in sorted(self._unlisted):
+            try:
+                [group] = read_groups(self._path.with_name(name))
+                added.append((group.sealed_ts or 0.0, _entry(name, group)))
+            except StoreError as error:
+                self.damaged.append(str(error))
+            except FileNotFoundError:
+                continue
+        for _sealed_ts, entry in sorted(added):
+            self._records[entry.group_id] = _record(entry)
+            self._unlisted.discard(entry.file)
 
     def has_file(self, name: str) -> bool:
         """Whether an intact file of that name exists whose group is not in the index."""
@@ -84,77 +102,41 @@ class GroupIndex:
         except (StoreError, FileNotFoundError):
             return False
 
-    def _read(self, unlisted: set[str]) -> list[str | None]:
-        """Read the lines whose files exist, and remove these files from `unlisted`. Return a group id for each line, ""
-        if its file is gone, and None for damaged lines that name no group."""
-        group_ids: list[str | None] = []
-        damaged = b""
-        if not self._path.exists():
-            self._stale = bool(unlisted)
-            return group_ids
-        with open(self._path, "rb") as file:
-            for line in file:
-                try:
-                    content, whole = _content(line)
-                    entry = _parse(content)
-                except (ValueError, TypeError):
-                    damaged += line
-                    continue
-                if damaged:
-                    group_ids += self._repair(damaged, unlisted)
-                    damaged = b""
-                if entry.file in unlisted:
-                    self._lines[entry.group_id] = content
-                    unlisted.discard(entry.file)
-                    group_ids.append(entry.group_id)
-                else:
-                    group_ids.append("")
-                self._stale = self._stale or not whole or not group_ids[-1]
-        return [*group_ids, *self._repair(damaged, unlisted)] if damaged else group_ids
-
-    def _repair(self, damaged: bytes, unlisted: set[str]) -> list[str | None]:
-        """Read the files that damaged lines name, and return the ids of their groups in the same order."""
-        self._stale = True
-        names = [text.decode() for text in _NAMES.findall(damaged)]
-        names = [name if name.startswith("part-") else part_name(name) for name in names]
-        entries = [self._add_from_file(name, unlisted) for name in dict.fromkeys(names) if name in unlisted]
-        return [entry.group_id for entry in entries if entry is not None] or [None]
-
     def append(self, file: str, group: RolloutGroup) -> None:
-        """Add the group of a file that is on disk. If the line cannot be written now, `flush` writes it."""
-        line = self._lines[group.group_id] = _line(_entry(file, group))
+        """Add the group of a file that is on disk. If the record cannot be written now, `flush` writes it."""
+        entry = _entry(file, group)
+        self._records[group.group_id] = _record(entry)
         if self._stale:
             return
         try:
-            with open(self._path, "ab") as out:
-                out.write(_with_checksum(line))
-                self._unsynced = True
-        except OSError:
+            self._journal = self._journal or Journal(self._path, self._stop)
+            self._journal.append(entry)
+        except StoreError:
             self._stale = True
 
     def flush(self) -> None:
         """Write the index to disk. Raises StoreError."""
         if self._stale:
-            write_bytes(self._path, *map(_with_checksum, self._lines.values()))
-        elif self._unsynced:
-            _sync(self._path)
-        self._stale = self._unsynced = False
+            write_journal(self._path, *self._records.values())
+            self._journal, self._stop, self._stale = None, self._path.stat().st_size, False
+        elif self._journal is not None:
+            self._journal.sync()
 
     def __contains__(self, group_id: object) -> bool:
-        return group_id in self._lines
+        return group_id in self._records
 
     def __getitem__(self, group_id: str) -> GroupEntry:
-        return _parse(self._lines[group_id])
+        return _ENTRY.decode(self._records[group_id])
 
     def __iter__(self) -> Iterator[GroupEntry]:
-        return map(_parse, list(self._lines.values()))
+        return map(_ENTRY.decode, list(self._records.values()))
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._records)
 
     def group_ids(self) -> list[str]:
         """Ids of the groups, in the order they sealed."""
-        return list(self._lines)
+        return list(self._records)
 
 
 class KnownUids:
@@ -194,26 +176,6 @@ def _parts(directory: Path) -> set[str]:
         return set()
 
 
-def _with_checksum(content: bytes) -> bytes:
-    """A line of the file, with its checksum."""
-    return content + _CHECKSUM % zlib.crc32(content) + b"\n"
-
-
-def _content(line: bytes) -> tuple[bytes, bool]:
-    """Return the content of a line, and whether it has an end. Raises ValueError if it is damaged."""
-    whole = line.endswith(b"\n")
-    line = line.removesuffix(b"\n")
-    content, checksum = line[:-_CHECKSUM_BYTES], line[-_CHECKSUM_BYTES:]
-    if checksum != _CHECKSUM % zlib.crc32(content):
-        raise ValueError("its checksum does not match")
-    return content, whole
-
-
-def _parse(line: bytes) -> GroupEntry:
-    file, group_id, example_id, policy_version, uids = json.loads(line.decode())
-    return GroupEntry(file, group_id, example_id, policy_version, tuple(uids))
-
-
 def _entry(file: str, group: RolloutGroup) -> GroupEntry:
     if not group.group_id:
         raise StoreError(f"{file} contains a group that has not sealed; it was not written by this program")
@@ -221,13 +183,5 @@ def _entry(file: str, group: RolloutGroup) -> GroupEntry:
     return GroupEntry(file, group.group_id, group.example_id, group.policy_version, uids)
 
 
-def _line(entry: GroupEntry) -> bytes:
-    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _sync(path: Path) -> None:
-    try:
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check the free space there") from error
+def _record(entry: GroupEntry) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(entry))

@@ -11,11 +11,10 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.batch_files import StoredBatch
@@ -23,16 +22,15 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.forwarding import Forwarding
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, part_name
 from rollstream.consumers.buffers.groups.index import GroupIndex, KnownUids
-from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroupKey, OpenGroups
+from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroups
 from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
+from rollstream.consumers.buffers.storage.journal import read_state, write_journal
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
     lock_directory,
-    read_checked_json,
     remove,
     remove_unfinished,
-    write_checked_json,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.topics.closing import Closing
@@ -44,7 +42,7 @@ from rollstream.topics.validation import untyped_problems
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"
-STATE = "open.json"
+STATE = "open.journal"
 """Name of the state file of a store that is not part of a view."""
 _NO_PLACE = -1
 """Partition and offset of a rollout added by hand."""
@@ -61,14 +59,25 @@ class SavedStore:
     cancelled: tuple[CancelledMembers, ...] = ()
     """Cancelled members of open groups."""
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "SavedStore":
-        """Return the state whose fields a JSON file has. Raises KeyError, TypeError or ValueError if it is invalid."""
-        return cls(
-            open_file=values["open_file"],
-            sealed=int(values["sealed"]),
-            cancelled=tuple(CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in values["cancelled"]),
-        )
+
+@dataclass
+class TopicProgress:
+    """Progress of a view in one topic."""
+
+    identity: list[str] = field(default_factory=list)
+    """Name and id of the topic; empty if the view was filled only by `read`."""
+    position: dict[int, int] = field(default_factory=dict)
+    stream_ms: dict[int, int] = field(default_factory=dict)
+    """Highest append time, by partition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedView:
+    """State of a view at one moment."""
+
+    accept_policy_versions: list[int]
+    topics: dict[str, TopicProgress]
+    environments: dict[str, SavedStore]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +407,7 @@ class GroupReplayBuffer(Closing):
         StoreError."""
         with self._lock:
             saved = self.prepare()
-            write_checked_json(self.directory / STATE, {"format": 1, **asdict(saved)})
+            write_journal(self.directory / STATE, saved)
             self.commit(saved)
 
     def prepare(self) -> SavedStore:
@@ -447,19 +456,14 @@ class GroupReplayBuffer(Closing):
 
     def _read_state(self) -> SavedStore:
         path = self.directory / STATE
-        if not path.exists():
-            return SavedStore(open_file="", sealed=-1)
-        try:
-            return SavedStore.from_json(read_checked_json(path))
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{path} is not a valid state of a group store; restore it") from error
+        return read_state(path, SavedStore) if path.exists() else SavedStore(open_file="", sealed=-1)
 
     def _refuse_part_of_view(self) -> None:
         """Raise StoreError if a view keeps the state of this folder: without it, the open groups would be deleted."""
         folder = self.directory.resolve()
         path = folder.with_name(group_files.VIEW_STATE)
-        environments = read_checked_json(path).get("environments") if path.exists() else None
-        if isinstance(environments, dict) and folder.name in map(group_files.folder_of, environments):
+        environments = read_state(path, SavedView).environments if path.exists() else {}
+        if folder.name in map(group_files.folder_of, environments):
             raise StoreError(
                 f"{folder} is part of a view of a run, whose state is in {path}; fill it with GroupStore or "
                 "`rollstream groups`, open it with read_only=True, or give another directory"

@@ -5,27 +5,32 @@ lost its files and is filled again has the same groups under the same names.
 """
 
 import contextlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import VIEW_STATE
-from rollstream.consumers.buffers.groups.store import LOCK, STATE, GroupReplayBuffer, SavedStore
+from rollstream.consumers.buffers.groups.index import INDEX
+from rollstream.consumers.buffers.groups.store import (
+    LOCK,
+    STATE,
+    GroupReplayBuffer,
+    SavedStore,
+    SavedView,
+    TopicProgress,
+)
+from rollstream.consumers.buffers.storage.journal import read_state, write_journal
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
     copy_file,
     lock_directory,
-    read_checked_json,
     remove,
     write_bytes,
-    write_checked_json,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.topics.catalogue import topic_name
@@ -40,19 +45,7 @@ from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import Source
 from rollstream.topics.validation import batch_problems, cancellation_problems, problems
 
-_ACCEPTED = "accept_policy_versions"
 _SAVE_EVERY = 10_000
-
-
-@dataclass
-class _TopicProgress:
-    """Progress of the store in one topic."""
-
-    identity: list[str] = field(default_factory=list)
-    """Name and id of the topic; empty if the store was filled only by `read`."""
-    position: dict[int, int] = field(default_factory=dict)
-    stream_ms: dict[int, int] = field(default_factory=dict)
-    """Highest append time, by partition."""
 
 
 class GroupStore(Closing):
@@ -96,23 +89,21 @@ class GroupStore(Closing):
             raise
 
     def _start(self) -> None:
-        path = self.root / VIEW_STATE
-        state = read_checked_json(path) if path.exists() else {}
         self._counts: Counter[str] = Counter()
         self._skipped = SkippedRecords("group-store")
-        try:
-            self._topics = _topics_of(state)
-            environments = {name: SavedStore.from_json(saved) for name, saved in state.get("environments", {}).items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"{path} is not a valid state of a group store ({error!r}); restore it") from error
-        self._check_accepted(state.get(_ACCEPTED))
-        for environment, saved in environments.items():
-            self._open(environment, saved)
+        self._topics: dict[str, TopicProgress] = {}
+        path = self.root / VIEW_STATE
+        if path.exists():
+            saved = read_state(path, SavedView)
+            self._topics = saved.topics
+            self._check_accepted(saved.accept_policy_versions)
+            for environment, store in saved.environments.items():
+                self._open(environment, store)
 
-    def _check_accepted(self, before: Any) -> None:
+    def _check_accepted(self, before: list[int]) -> None:
         """Raise StoreError if rollouts were read with another choice of policy versions: the positions are past those
         that were left out, so they would never be added."""
-        if self._writer is None or before is None or not self.position or before == self._accepted():
+        if self._writer is None or not self.position or before == self._accepted():
             return
         raise StoreError(
             f"the store in {self.root} was filled with rollouts of {_versions_text(before)}, not of "
@@ -127,7 +118,7 @@ class GroupStore(Closing):
         own_state = self.root / group_files.folder_of(environment) / STATE
         if self._writer is not None and own_state.exists():
             raise StoreError(
-                f"{own_state} belongs to a store that was filled by hand with GroupReplayBuffer; fill another directory"
+                f"{own_state} belongs to a store filled by hand with GroupReplayBuffer; fill another directory"
             )
         maker = self._maker_of(environment) if self._maker_of else None
         buffer = GroupReplayBuffer(
@@ -159,7 +150,7 @@ class GroupStore(Closing):
         """
         with self._lock:
             self._check_writable()
-            filled = self._topics.setdefault(topic, _TopicProgress())
+            filled = self._topics.setdefault(topic, TopicProgress())
             if offset >= filled.position.get(partition, 0):
                 self._apply(topic, partition, offset, at_ms, value)
 
@@ -219,7 +210,7 @@ class GroupStore(Closing):
                     f"the store in {self.root} is filled from {' with id '.join(filled.identity)}, not from "
                     f"{' with id '.join(wanted)}; use an empty directory"
                 )
-        filled = self._topics.setdefault(topic, _TopicProgress())
+        filled = self._topics.setdefault(topic, TopicProgress())
         filled.identity = identity
         records = 0
         for message in read_to_end(kafka, name, start=filled.position):
@@ -249,20 +240,13 @@ class GroupStore(Closing):
             with self._lock:
                 self._check_writable()
                 saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
-                write_checked_json(self.root / VIEW_STATE, self._state(saved))
+                state = SavedView(accept_policy_versions=self._accepted(), topics=self._topics, environments=saved)
+                write_journal(self.root / VIEW_STATE, state)
                 for name, buffer in self._buffers.items():
                     buffer.commit(saved[name])
             if directory is not None and Path(directory).resolve() != self.root.resolve():
                 with lock_directory(Path(directory), LOCK):
                     _copy(self.root, Path(directory))
-
-    def _state(self, saved: Mapping[str, SavedStore]) -> dict[str, Any]:
-        return {
-            "format": 2,
-            _ACCEPTED: self._accepted(),
-            "topics": {name: asdict(filled) for name, filled in self._topics.items()},
-            "environments": {name: asdict(s) for name, s in saved.items()},
-        }
 
     def load(self, directory: str | Path) -> None:
         """Copy the saved state of another directory into this empty store. Raises StoreError if nothing was saved
@@ -271,7 +255,7 @@ class GroupStore(Closing):
         source = Path(directory)
         if not (source / VIEW_STATE).exists():
             raise StoreError(f"{source} contains no store of groups; save one there first")
-        read_checked_json(source / VIEW_STATE)
+        read_state(source / VIEW_STATE, SavedView)
         if self._buffers or (self.root / VIEW_STATE).exists():
             raise StoreError(f"the store in {self.root} is not empty; load into an empty store")
         _copy(source, self.root)
@@ -301,18 +285,6 @@ def _versions_text(versions: Collection[int]) -> str:
     return f"policy versions {', '.join(map(str, versions))}" if versions else "all policy versions"
 
 
-def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
-    """Progress in each topic, from the state file."""
-    return {
-        kind: _TopicProgress(
-            identity=list(topic["identity"]),
-            position={int(p): int(offset) for p, offset in topic["position"].items()},
-            stream_ms={int(p): int(time) for p, time in topic["stream_ms"].items()},
-        )
-        for kind, topic in state.get("topics", {}).items()
-    }
-
-
 _COPIES = 20
 
 
@@ -320,17 +292,21 @@ def _copy(source: Path, target: Path) -> None:
     """Copy a store's files, the state last; existing files of sealed groups and batches stay.
 
     A writer may continue in `source`. It deletes the open groups of its earlier state, so the files are copied until
-    the state is still the same afterwards. Raises StoreError if the writer saves faster than that.
+    the state is still the same afterwards. Other folders below the roots may be other stores, for example copies.
+    Raises StoreError if the writer saves faster than that.
     """
     for _attempt in range(_COPIES):
         state = (source / VIEW_STATE).read_bytes()
-        folders = _folders(state)
+        folders = {
+            batch_files.FOLDER,
+            *map(group_files.folder_of, read_state(source / VIEW_STATE, SavedView).environments),
+        }
         for path in sorted(path for folder in folders for path in (source / folder).rglob("*.parquet")):
             to = target / path.relative_to(source)
             if not to.exists():
                 with contextlib.suppress(FileNotFoundError):  # The writer has deleted it.
                     copy_file(path, to)
-        for path in sorted(path for folder in folders for path in (source / folder).rglob("*.jsonl")):
+        for path in sorted(path for folder in folders for path in (source / folder).rglob(INDEX)):
             copy_file(path, target / path.relative_to(source))
         if (source / VIEW_STATE).read_bytes() == state:
             break
@@ -340,11 +316,3 @@ def _copy(source: Path, target: Path) -> None:
     for path in (path for folder in folders for path in group_files.open_files(target / folder)):
         if path.name.encode() not in state:
             remove(path)
-
-
-def _folders(state: bytes) -> set[str]:
-    """Folders of a store: of the environments that its state names, and of training batches. Other folders below its
-    root may be other stores, for example copies."""
-    environments = json.loads(state).get("environments")
-    names = environments if isinstance(environments, dict) else ()  # `GroupStore` refuses such a state.
-    return {batch_files.FOLDER, *map(group_files.folder_of, names)}

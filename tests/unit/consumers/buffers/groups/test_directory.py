@@ -79,7 +79,7 @@ def test_a_torn_or_missing_index_is_repaired_from_the_folder(tmp_path: Path) -> 
     with opened(tmp_path) as buffer:
         for example in "abc":
             buffer.add_rollouts(group(example))
-    index = tmp_path / "env" / "groups.jsonl"
+    index = tmp_path / "env" / "groups.journal"
     whole = index.read_bytes()
     for damaged in (whole[:-20], b"", b"{\n" + whole):
         index.write_bytes(damaged)
@@ -161,7 +161,7 @@ def test_a_store_with_damaged_files_opens_and_counts_them(tmp_path: Path, caplog
             collected.append("damaged")
     assert collected == ["a", "damaged", "damaged", "d"]
     again.close()
-    (tmp_path / "env" / "groups.jsonl").unlink()
+    (tmp_path / "env" / "groups.journal").unlink()
     mended = opened(tmp_path)
     assert sorted(g.example_id for g in mended.groups()) == ["a", "d"]
     assert mended.add_rollouts(group("b")) == 8, "they can be put in again"

@@ -1,18 +1,18 @@
 """The page on the group store: its example, settings and snippet, and how much memory the index takes."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tracemalloc
-import zlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import group_id_of
+from rollstream.consumers.buffers.groups.index import GroupEntry
+from rollstream.consumers.buffers.storage.journal import write_journal
 from rollstream.consumers.grouping.testing import example_rollout
 from tests.support.group_stores import attempt, opened, uuid_of
 from tests.support.pages import blocks, page, section
@@ -64,14 +64,14 @@ def test_the_index_of_stored_groups_takes_a_kilobyte_each_and_knows_every_uid(
 ) -> None:
     directory, count = tmp_path / "env", 4_000
     directory.mkdir()
-    lines = []
+    entries = []
     for n in range(count):
         uids = [f"{n:028x}-{m:03}" for m in range(8)]
         group_id = group_id_of("env", str(n), 0, uids)
         name = f"part-{uuid_of(group_id)}.parquet"
         (directory / name).touch()
-        lines.append(json.dumps([name, group_id, str(n), 0, uids]))
-    (directory / "groups.jsonl").write_text("".join(f"{line}\t{zlib.crc32(line.encode()):08x}\n" for line in lines))
+        entries.append(GroupEntry(name, group_id, str(n), 0, tuple(uids)))
+    write_journal(directory / "groups.journal", *entries)
     tracemalloc.start()
     buffer = opened(tmp_path)
     held = tracemalloc.get_traced_memory()[0]

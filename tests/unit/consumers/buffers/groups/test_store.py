@@ -288,7 +288,7 @@ def test_a_rollout_of_another_environment_or_an_invalid_one_is_refused_and_not_a
     assert buffer.add_rollout(attempt(0))
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".", "ä ö", "x" * 500, "%2E", "con:1", "position.json"])
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "ä ö", "x" * 500, "%2E", "con:1", "position.journal"])
 def test_every_environment_has_a_folder_of_its_own_below_the_root(tmp_path: Path, name: str) -> None:
     with GroupReplayBuffer(tmp_path, name, GroupStoreConfig(target_group_size=2)) as buffer:
         buffer.add_rollouts(attempt(n, environment=name) for n in range(2))
