@@ -4,7 +4,6 @@ It folds whole partitions from their first record, or from the oldest complete s
 some batches are requested, it recomputes each from the snapshot before it.
 """
 
-import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,7 +20,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.open_transactions import undecided
+from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
@@ -154,9 +153,10 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
     """Read the journal until it and the index agree on the batches, and return job, journal and skipped records.
 
     In a live run, the records of a transaction do not become visible on all partitions at once, and new transactions
-    follow. A batch that only one of the two names is a difference only if the other has no hidden records.
+    follow. A batch that only one of the two names is a difference only if the other has no hidden records; these are
+    waited for. Raises DeadlineExceeded if a transaction stays open for longer than kafka.patience_s.
     """
-    began, named = time.monotonic(), job.named
+    named = job.named
     while True:
         journal_hides = bool(undecided(job.kafka, topic_name(job.run, "journal"), [job.partition]))
         skipped = SkippedRecords(logged=False)
@@ -173,9 +173,12 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
         index_may_follow = index_hides and not journaled <= job.index.keys()
         journal_may_follow = journal_hides and not wanted <= journaled
-        if not (index_may_follow or journal_may_follow) or time.monotonic() - began > job.kafka.patience_s:
+        if index_may_follow:
+            await_decided(job.kafka, topic_name(job.run, "batch-index"), "not verified")
+        elif journal_may_follow:
+            await_decided(job.kafka, topic_name(job.run, "journal"), "not verified", among=[job.partition])
+        else:
             return job, journal, skipped
-        time.sleep(0.1)
 
 
 def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int, named: Collection[str]) -> Verification:

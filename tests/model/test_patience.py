@@ -13,6 +13,7 @@ from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.grouping.process.restoration import Restoration, reader_of_restores
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
@@ -121,6 +122,8 @@ def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(r
         # This is longer than it would take if nothing were hidden.
         with pytest.raises(subprocess.TimeoutExpired):
             verifying.wait(6)
+        with pytest.raises(DeadlineExceeded, match=r"^not verified: a transaction has been open on .*batch-index\[0\]"):
+            verify(impatient(run.kafka), run.name)
     assert verifying.wait(300) == 0, run.log_of(verifying)
 
 
