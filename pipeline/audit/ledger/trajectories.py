@@ -72,11 +72,12 @@ class UnlabelledPartition:
         if self.table.set_bits_at(offset, fact) & fact:
             self.times[fact, offset] = self.times.get((fact, offset), 1) + 1
 
-    def judge(self, assumed: Iterable[int] = ()) -> None:
-        """Determine the fates from the records read so far; `assumed` offsets have labels that no reader sees yet."""
+    def judge(self, assumed: Iterable[tuple[int, int]] = ()) -> None:
+        """Determine the fates from the records read so far, and from `assumed` facts, each an offset and a fact, whose
+        records no reader sees yet."""
         self._judged = OffsetTable(self.table.runs())
-        for offset in assumed:
-            self._judged.set_bits_at(offset, LABELED)
+        for offset, fact in assumed:
+            self._judged.set_bits_at(offset, fact)
 
     def of_fate(self, fate: str) -> OffsetRuns:
         """Return the offsets below the position with a fate; `left_out` means neither a label nor a dead letter."""
@@ -248,28 +249,34 @@ def _positions(
 
 
 def _sum_up(partitions: Mapping[int, UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
-    """Sum up records by fate; records whose label is in an open transaction are undecided."""
-    in_doubt: dict[int, set[int]] = {p: set() for p in partitions}
-    for message in (*hidden.messages("trajectories"), *hidden.messages("rollouts")):
-        with SkippedRecords(logged=False).passing(message):
-            place = source_of(message)
-            if place is not None and place[0] in in_doubt and place[1] < _MOST:
-                in_doubt[place[0]].add(place[1])
+    """Sum up records by fate; records whose label or dead letter is in an open transaction are undecided."""
+    in_doubt: dict[int, set[tuple[int, int, str]]] = {p: set() for p in partitions}
+    for topic, place_of, fact in (
+        ("trajectories", source_of, LABELED),
+        ("rollouts", source_of, LABELED),
+        ("dead-letters", refused_of, LETTERED),
+    ):
+        for message in hidden.messages(topic):
+            with SkippedRecords(logged=False).passing(message):
+                redriven = fact == LETTERED and REDRIVEN in dict(message.header_pairs())
+                place = None if redriven else place_of(message)
+                if place is not None and place[0] in in_doubt and place[1] < _MOST:
+                    in_doubt[place[0]].add((place[1], fact, topic))
     fates: Counter[str] = Counter(dict.fromkeys(_FATES, 0))
     for number, part in partitions.items():
-        doubted = {offset for offset in in_doubt[number] if not part.table[offset] & LABELED}
-        for offset in sorted(doubted):
-            result.undecide(
-                f"label of unlabelled[{number}] offset {offset}",
-                hidden.places("trajectories") or hidden.places("rollouts"),
-            )
+        doubted = {(offset, fact) for offset, fact, _ in in_doubt[number] if not part.table[offset] & fact}
+        for offset, fact, topic in sorted(in_doubt[number]):
+            if (offset, fact) in doubted:
+                what = "label" if fact == LABELED else "dead letter"
+                result.undecide(f"{what} of unlabelled[{number}] offset {offset}", hidden.places(topic))
         position = part.position or 0
-        # Labels below the position were committed with it, even if no reader sees them yet.
-        part.judge(offset for offset in doubted if offset < position)
+        # Records below the position were judged with it, even if no reader sees the judgement yet.
+        part.judge((offset, fact) for offset, fact in doubted if offset < position)
         for problem in part.problems():
             result.problem(f"unlabelled[{number}]{problem}")
         pending = part.records(position, _MOST)
-        undecided = sum(bool(part.table[o] & RECORD) for o in doubted if o >= max(position, part.begin))
+        doubted_offsets = {offset for offset, _fact in doubted if offset >= max(position, part.begin)}
+        undecided = sum(bool(part.table[offset] & RECORD) for offset in doubted_offsets)
         known = part.fates()
         fates += known
         fates["undecided"] += undecided

@@ -593,6 +593,13 @@ LIES: dict[str, Planted] = {
         lie=lambda run: run.hide("trajectories", 0),
         ledger=(("label of unlabelled[0] offset 0: a transaction is open on trajectories[0] from offset 0 to 2"),),
     ),
+    "an open transaction hides a dead letter of labeling": Planted(
+        verify=None,
+        lie=lambda run: (run.hide("dead-letters", run.repeat("dead-letters", 2)), run.remove("dead-letters", 2)),
+        ledger=(
+            ("dead letter of unlabelled[0] offset 1: a transaction is open on dead-letters[0] from offset 4 to 5"),
+        ),
+    ),
     "an open transaction hides positions of labels": Planted(
         verify=None,
         lie=lambda run: run.cluster.groups[LABELLER].pending.update({77: {(f"{RUN}.unlabelled", 0): Committed(4)}}),
