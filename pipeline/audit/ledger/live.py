@@ -22,11 +22,12 @@ from rollstream.consumers.files.atomic_files import (
     write_bytes,
 )
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.proof import Books
+from rollstream.pipeline.audit.ledger.proof import Books, first_reading
 from rollstream.pipeline.audit.ledger.topic_state import Outdated
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,11 @@ class LiveLedger(Closing):
         if books is not None:
             try:
                 result = books.read()
-            except Outdated as error:
+            except (Outdated, OffsetGone) as error:
                 self._tell(str(error))
                 books = None
         if books is None:
-            books = Books(*self._arguments)
-            result = books.read()
+            books, result = first_reading(*self._arguments)
         self._books = books
         self._store(books)
         return result

@@ -8,6 +8,7 @@ include pruned records.
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rollstream.consumers.grouping.config import GrouperConfig
@@ -33,6 +34,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.fates import CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.client_errors import OffsetGone
 
 _NO_ROLLOUTS = (READ, CONTROL)
 """Names of counts other than fates of rollouts."""
@@ -51,7 +53,19 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_grou
     labeling processes; each is needed only if it differs from the default.
     """
     clients.check_broker(kafka)
-    return Books(kafka, run, group, labeling_group).read()
+    return first_reading(kafka, run, group, labeling_group)[1]
+
+
+def first_reading(
+    kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None
+) -> tuple["Books", Ledger]:
+    """Read everything, as `ledger` does; begin again if records are deleted before they are read."""
+    for _ in range(_READINGS - 1):
+        books = Books(kafka, run, group, labeling_group)
+        with suppress(OffsetGone):
+            return books, books.read()
+    books = Books(kafka, run, group, labeling_group)
+    return books, books.read()
 
 
 class Books:
