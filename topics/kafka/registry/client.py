@@ -74,10 +74,11 @@ class RegistryClient(Closing):
     def register(self, subject: Subject) -> tuple[Schema, ...]:
         """Register the `missing` schemas and return them; writes nothing if none are missing."""
         missing = self.missing(subject)
+        texts = [_for_client(schema) for schema in missing]
         with self._errors(f"registering {subject.name}"):
-            for schema in missing:
-                self._client.register_schema(subject.name, _for_client(schema))
-                if schema is missing[0]:
+            for text in texts:
+                self._client.register_schema(subject.name, text)
+                if text is texts[0]:
                     # Not earlier: a registry may reject settings for a subject that has no schemas.
                     self._set_compatibility(subject)
         return missing
@@ -95,9 +96,10 @@ class RegistryClient(Closing):
     def _find(self, subject: Subject, schema: Schema) -> int | None:
         from confluent_kafka.schema_registry import SchemaRegistryError
 
+        text = _for_client(schema)
         with self._errors(f"looking for {subject.name}"):
             try:
-                schema_id = self._client.lookup_schema(subject.name, _for_client(schema)).schema_id
+                schema_id = self._client.lookup_schema(subject.name, text).schema_id
             except SchemaRegistryError as error:
                 # A server that is not a registry answers 404 without a registry's error code.
                 if error.http_status_code == 404 and error.error_code // 100 == 404:
@@ -109,6 +111,7 @@ class RegistryClient(Closing):
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
+        """Convert the errors of the registry's client; only its calls belong into the block."""
         from confluent_kafka.schema_registry import SchemaRegistryError
 
         try:

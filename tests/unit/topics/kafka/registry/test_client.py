@@ -88,3 +88,18 @@ def test_a_client_that_is_closed_asks_nothing_more(config: RegistryConfig, front
     with pytest.raises(RegistryUnavailable):
         client.id_of(subject, subject.versions[-1])
     assert front.passed == []
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_registry_that_is_down(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RegistryConfig(url=nobody)
+    subject = subject_of(config, "main.rollouts", "Rollout")
+    assert subject is not None
+
+    def mistaken(_schema: object) -> str:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr("rollstream.topics.kafka.registry.client.registered_text", mistaken)
+    with RegistryClient(config) as client, pytest.raises(TypeError, match="a mistake"):
+        client.id_of(subject, subject.versions[-1])
