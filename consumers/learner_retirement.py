@@ -9,9 +9,11 @@ start until it is resumed.
 import time
 
 from rollstream.consumers.step_log import read_learners, read_publications
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.forked_learners import forked_learners
+from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.named_records import write_named
 from rollstream.topics.records import RetiredLearner
@@ -23,6 +25,8 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
 
     Raises ConfigurationError if the run has no step of this learner, and no record of a fork with its name.
     """
+    for name in ("steps", "policies"):
+        await_markers(kafka, topic_name(run, name))
     known = read_learners(kafka, run).keys() | forked_learners(kafka, run).keys()
     if learner not in known:
         raise ConfigurationError(

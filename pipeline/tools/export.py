@@ -26,8 +26,10 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import compact
 from rollstream.pipeline.tools.published_versions import fetching, read_whole
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.records import PolicyManifest
 
 
@@ -126,6 +128,7 @@ def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:
 
 def _newest(config: RunConfig, directory: Path) -> SpooledVersion:
     clients.check_broker(config.kafka)
+    await_markers(config.kafka, topic_name(config.run, "policies"))
     tried: set[int] = set()
 
     def newest_untried(known: Mapping[int, PolicyManifest]) -> set[int]:

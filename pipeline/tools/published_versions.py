@@ -22,6 +22,7 @@ from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -65,6 +66,7 @@ class PublishedVersions:
         self.skipped = SkippedRecords(logged=False)
         """Unreadable records of `policies`."""
         self._config, self._whole = config, whole
+        await_markers(config.kafka, topic_name(config.run, "policies"))
         self._read()
 
     def chunk_states(self) -> dict[int, str]:
@@ -176,6 +178,7 @@ def manifests(config: RunConfig, *versions: int) -> Manifests:
     def whole(known: Mapping[int, PolicyManifest]) -> set[int]:
         return with_bases(known, *(version for version in versions if version in known))
 
+    await_markers(config.kafka, topic_name(config.run, "policies"))
     return read_policies(config.kafka, config.run, whole, logged=False)
 
 

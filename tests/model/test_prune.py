@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaException
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
@@ -20,9 +21,11 @@ from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced, StateRefused
-from rollstream.topics.kafka import provisioning, topic_admin
+from rollstream.topics.kafka import clients, open_transactions, provisioning, topic_admin
+from rollstream.topics.kafka.open_transactions import undecided
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from tests.support.batches import random_batch, send_batches
@@ -172,6 +175,34 @@ def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_
 
 
 @pytest.mark.long
+def test_a_learner_whose_last_step_no_reader_sees_yet_is_fenced_when_it_is_retired(
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(2)])
+    learn(run, "gone", 1, at=1e9)
+    learn(run, "main", 1, at=2e9)
+    producer = clients.transactional_producer(run.kafka, transactional_id(run.name, "learner"))
+    producer.init_transactions(120)
+    producer.begin_transaction()
+    producer.produce(run.topic("steps"), encode(replace(read_steps(run.kafka, run.name, "gone")[1], timestamp=3e9)))
+    producer.flush(120)
+    looks: list[object] = []
+
+    def commits_at_the_second_look(*place: Any) -> object:
+        looks.append(place)
+        if len(looks) == 2:
+            producer.commit_transaction(120)
+        return undecided(*place)
+
+    monkeypatch.setattr(open_transactions, "undecided", commits_at_the_second_look)
+    retire(run.kafka, run.name, "gone", "it diverged")
+    producer.begin_transaction()
+    producer.produce(run.topic("steps"), b"late")
+    with pytest.raises(KafkaException):
+        producer.commit_transaction(120)
+
+
 def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])

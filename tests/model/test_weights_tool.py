@@ -27,7 +27,10 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
+from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced
+from rollstream.topics.kafka import clients, open_transactions
+from rollstream.topics.kafka.open_transactions import undecided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.params_digest import params_digest
@@ -111,6 +114,31 @@ def test_texts_and_complex_numbers_are_compared(run: RealRun, trainer: StepWrite
     shown = answer_of(run.directory, "weights", "diff", "0", "1", *where).stdout.splitlines()
     assert shown[1].split() == ["labels", "str32", "2", "50.00", "%", "-"]
     assert shown[-1] == "together: 50.00 % of 4 values changed, by 5 at most"
+
+
+def test_a_version_that_was_committed_just_before_is_listed_and_one_that_stays_open_is_not(
+    run: RealRun, trainer: StepWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.publish_version(parameters(0))
+    manifest = visible_manifests(run, 0)[0]
+    producer = clients.transactional_producer(run.kafka, f"{run.name}-later")
+    producer.init_transactions(120)
+    producer.begin_transaction()
+    producer.produce(run.topic("policies"), encode(replace(manifest, version=1)), encode_key(1))
+    producer.flush(120)
+    config = RunConfig(run=run.name, kafka=run.kafka)
+    assert PublishedVersions(config).by_number.keys() == {0}
+    looks: list[object] = []
+
+    def commits_at_the_second_look(*place: Any) -> object:
+        looks.append(place)
+        if len(looks) == 2:
+            producer.commit_transaction(120)
+        return undecided(*place)
+
+    monkeypatch.setattr(open_transactions, "undecided", commits_at_the_second_look)
+    assert PublishedVersions(config).by_number.keys() == {0, 1}
+    assert len(looks) > 1
 
 
 def test_a_list_of_versions_holds_no_tensors_except_of_the_versions_asked_for(

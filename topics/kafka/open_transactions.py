@@ -6,6 +6,7 @@ A writer that adds only missing records checks here first, because a record that
 import logging
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from confluent_kafka import IsolationLevel, TopicPartition
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.1
+_MARKS_S = 3.0
 
 
 class Undecided(NamedTuple):
@@ -70,6 +72,13 @@ def await_decided(
             event(logger, "transaction_open", level=logging.WARNING, what=_places(topic, behind))
             reported = True
         time.sleep(_LOOK_EVERY_S)
+
+
+def await_markers(kafka: KafkaConfig, topic: str) -> None:
+    """Wait until every record that is in a topic now is committed or aborted, but only for as long as a broker takes to
+    write the marks of a transaction that it has committed. One that stays open longer is not committed yet."""
+    with suppress(DeadlineExceeded):
+        await_decided(kafka, topic, "records are left out", _MARKS_S)
 
 
 def _places(topic: str, parts: dict[int, Undecided]) -> str:
