@@ -9,6 +9,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.keys import encode_key
@@ -33,10 +34,11 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
             taken = steps(last, waiting, settings.rollouts)
             last += settings.rollouts
             watch = Stopwatch()
-            for i, step in enumerate(taken):
-                fold.apply(step)
-                if i % _TAKE_EVERY == 0:
-                    fold.prepare_commit()
+            for i in range(0, len(taken), _TAKE_EVERY):
+                together = taken[i : i + _TAKE_EVERY]
+                for step, rollout in zip(together, read_rollouts([step.value for step in together]), strict=True):
+                    fold.apply(step._replace(rollout=rollout))
+                fold.prepare_commit()
             timing = watch.timing(len(taken))
             if fold.open_groups != waiting:
                 raise RuntimeError(f"{fold.open_groups} groups are open instead of {waiting}")

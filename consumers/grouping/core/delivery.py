@@ -48,7 +48,7 @@ class BatchDelivery:
         self._delivered_before = delivered_before
         self._plug_ins = plug_ins
         self._config = config
-        self._untouched = True
+        self.untouched = True
         """Whether the maker had no batch to make and still holds the same rollouts."""
         self._offered: dict[Group, None] = {}
         self._held: dict[int, Group] = {}
@@ -58,7 +58,7 @@ class BatchDelivery:
     def configure(self, config: GroupingConfig) -> None:
         """Put another configuration in force; a new maker gets the groups that the previous maker held."""
         before, self._config = self._config, config
-        self._untouched = False
+        self.untouched = False
         if (config.maker, config.seed, config.batch_bytes) != (before.maker, before.seed, before.batch_bytes):
             self._maker = self._new_maker()
             for group in self._offered:
@@ -71,7 +71,7 @@ class BatchDelivery:
 
     def offer(self, group: Group) -> None:
         """Offer a sealed group to the maker."""
-        self._untouched = False
+        self.untouched = False
         group.stage = Stage.OFFERED
         self._offered[group] = None
         for member in group.members.values():
@@ -87,17 +87,15 @@ class BatchDelivery:
         self._offered.pop(group, None)
         undecided = [m.source for m in group.members.values() if self._held.pop(m.source.offset, None) is not None]
         if undecided:
-            self._untouched = False
+            self.untouched = False
             self._maker.discard(undecided)
 
     def cut(self, why: Literal["size", "age", "drain"], now_ms: int) -> CutBatch | None:
         """Return the next batch, full if it is cut for "size", else full or smaller; None if none is due."""
-        if why == "size" and self._untouched:
-            return None
         size = self._config.batch_rollouts if why == "size" else self._maker.held
         examples = self._maker.create_batch(size) if size else None
         if examples is None:
-            self._untouched = True
+            self.untouched = True
             return None
         if not examples:
             raise self._broken("made an empty batch")

@@ -15,7 +15,7 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
+from rollstream.consumers.grouping.core.rollout_reader import read_again, read_rollouts
 from rollstream.topics import codec
 from rollstream.topics.fates import exclusion_detail
 from rollstream.topics.keys import encode_key, partition_of
@@ -62,14 +62,17 @@ class Content(NamedTuple):
     """Everything wrong with it; a mark has other checks."""
 
 
-def content_of(record: InputRecord, reward: float | None = None) -> Content:
+def content_of(record: InputRecord, reward: float | None = None, *, replaying: bool) -> Content:
     """Read a record; `reward` replaces the reward of a rollout. Raises RecordError if it cannot be decoded.
 
     An error of a check is a mistake in the check: it ends the task, because a record that it rejected would be lost in
     silence.
     """
     if reward is None:
-        rollout = record.rollout or read_rollouts([record.value])[0]
+        if replaying:
+            rollout = read_again(record.value)
+        else:
+            rollout = record.rollout or read_rollouts([record.value])[0]
         if rollout is not None:
             return Content(rollout)
     value = codec.decode(record.value)

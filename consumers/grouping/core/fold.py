@@ -120,7 +120,7 @@ class Fold:
             self._tracker.drop(record.offset, foreign)
             return
         try:
-            content = content_of(record, self._rewards.get(record.offset))
+            content = content_of(record, self._rewards.get(record.offset), replaying=self.replaying)
         except RecordError as error:
             self._count_read("", 0)
             self._tracker.dead_letter(record, str(error))

@@ -261,6 +261,8 @@ class GroupLifecycle:
 
     def cut(self, why: Literal["size", "age", "drain"]) -> None:
         """Cut the batches that are due, and finish the groups all of whose members have a fate."""
+        if why == "size" and self._delivery.untouched:
+            return
         while (cut := self._delivery.cut(why, self.clocks.stream_time_ms)) is not None:
             self._tracker.add_batch(cut.batch)
             self._finish_decided(cut.groups)

@@ -60,7 +60,8 @@ def finished_group_cost(key: GroupKey) -> int:
 
 
 def _texts(*texts: str) -> int:
-    return sum(map(_text, texts))
+    together = "".join(texts)
+    return len(together) if together.isascii() else sum(map(_text, texts))
 
 
 def _text(text: str) -> int:

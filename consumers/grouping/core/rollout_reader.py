@@ -66,6 +66,17 @@ def read_rollouts(values: Sequence[bytes | None]) -> list[HeldRollout | None]:
     return rollouts
 
 
+def read_again(value: bytes | None) -> HeldRollout | None:
+    """Return the rollout of a record whose arrays were checked when it was first read; None if it must be decoded."""
+    fields = None if value is None else _fields(value)
+    if value is None or fields is None:
+        return None
+    mask = np.frombuffer(value, "|u1", fields[-1], fields[-2][1])
+    if np.maximum.reduce(mask) > 1:
+        return None
+    return HeldRollout._make((*fields, int(np.count_nonzero(mask)), _INT_MAX))
+
+
 def _fields(value: bytes) -> _Fields | None:
     """Return the fields of a rollout if all its names and numbers are valid."""
     begin, scan = _scanner()

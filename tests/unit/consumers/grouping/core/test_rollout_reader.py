@@ -12,7 +12,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.drop_rules import Content, value_rejection
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.held_rollouts import SPARE_BYTES, HeldRollout
-from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
+from rollstream.consumers.grouping.core.rollout_reader import read_again, read_rollouts
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import HEADER_SIZE, decode, encode, framed_for_registry, signed_frame
 from rollstream.topics.errors import RecordError
@@ -196,8 +196,12 @@ def test_what_the_reader_accepts_decoder_and_validation_accept_alike() -> None:
         for value, held in zip(values, read_rollouts(values), strict=True):
             expected = by_reference(value)
             valid += expected is not None and not expected[1]
+            if (again := read_again(value)) is not None:
+                assert expected is not None, value.hex()
+                assert content(again) == content(expected[0]), value.hex()
             if held is None:
                 continue
+            assert again is not None
             accepted += 1
             assert expected is not None, value.hex()
             assert expected[1] == [], value.hex()
