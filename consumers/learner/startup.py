@@ -132,7 +132,7 @@ def supervised(examples: Sequence[Example]) -> list[TrainingSequence]:
         TrainingSequence(
             tokens=np.asarray(tokens, np.int32),
             loss_mask=np.asarray(mask, bool),
-            advantages=np.zeros(len(tokens), np.float32),
+            advantages=np.zeros(1, np.float32),
             generator_log_probs=np.zeros(len(tokens), np.float32),
         )
         for tokens, mask in examples

@@ -167,15 +167,15 @@ def measure_feed(settings: Settings) -> Row:
 def _run(settings: Settings, config: LearnerConfig, name: str, answers: tuple[int, int]) -> Iterator[str]:
     """A run whose log holds the batches of every step."""
     batches = config.max_steps * _PER_STEP // _ROWS
-    made = [_batch(number, number % settings.partitions, answers) for number in range(batches)]
+    made = [cut_batch(number, partition=number % settings.partitions, answers=answers) for number in range(batches)]
     with prepared(settings, name) as run:
         send_batches(settings.kafka, run, made)
         yield run
 
 
-def _batch(number: int, partition: int, answers: tuple[int, int]) -> TrainingBatch:
+def cut_batch(number: int, *, rows: int = _ROWS, partition: int = 0, answers: tuple[int, int]) -> TrainingBatch:
     """A batch as grouping cuts it by default: one advantage for all positions of a row, and stamps."""
-    batch = random_batch(number, rows=_ROWS, partition=partition, answers=answers)
+    batch = random_batch(number, rows=rows, partition=partition, answers=answers)
     advantages = (batch.rewards - batch.rewards.mean()) / batch.rewards.std()
     batch = replace(
         batch,

@@ -13,6 +13,7 @@ from rollstream.consumers.learner.input.packing import PackedStep, TrainingSeque
 from rollstream.consumers.learner.reproducibility import prepare_environment
 from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.models.config import DecoderConfig
+from tests.bench.learner_rows import cut_batch
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.support.batches import random_batch
 
@@ -45,9 +46,10 @@ def measure_step(settings: Settings) -> Row:
     from tests.bench.minimal_learner import MinimalLoop, Shape, fresh
 
     steps = [
-        pack_for(config, sequences_of(random_batch(number, rows=_PER_STEP, answers=(16, 112))))
+        pack_for(config, sequences_of(cut_batch(number, rows=_PER_STEP, answers=(16, 112))))
         for number in range(max(2, settings.rollouts // 2000))
     ]
+    arrays = [[batch.arrays() for batch in step.microbatches] for step in steps]
     model, adam, recipe = config.model, config.optimizer, config.loss.recipe
     loop = MinimalLoop(
         Shape(
@@ -80,8 +82,8 @@ def measure_step(settings: Settings) -> Row:
     def raw() -> Timing:
         state = fresh(start.params)
         watch = Stopwatch()
-        for step in steps:
-            state, _loss = loop.train(state, [batch.arrays() for batch in step.microbatches], step.trained_tokens)
+        for step, microbatches in zip(steps, arrays, strict=True):
+            state, _loss = loop.train(state, microbatches, step.trained_tokens)
         timing = watch.timing(len(steps) * _PER_STEP)
         ends.append(state.params)
         return timing

@@ -254,7 +254,7 @@ def totals_of(batches: Sequence[TrainingBatch], left_out: tuple[BatchUse, ...] =
         rollouts=sum(len(batch) for batch in batches),
         reward=float(sum(batch.rewards.sum() for batch in batches)),
         reward_squared=float(sum((batch.rewards * batch.rewards).sum() for batch in batches)),
-        tokens=int(sum(batch.loss_mask.sum() for batch in batches)),
+        tokens=sum(int(np.count_nonzero(batch.loss_mask)) for batch in batches),
         truncated=int(sum(batch.truncated.sum() for batch in batches)),
         left_out=left_out,
     )

@@ -1,11 +1,12 @@
 """Packs ragged rollouts into arrays of a few fixed shapes, so that a step compiles once for each shape (numpy only).
 
-First-fit decreasing, deterministic: the same rollouts in the same order give the same arrays, bit for bit.
+First-fit decreasing, deterministic: the same rollouts in the same order give the same arrays, bit for bit. The host
+writes what every position has of its own, 9 bytes, and five numbers a segment; `unpacking` derives the rest on devices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +14,18 @@ from numpy.typing import NDArray
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.bin_packing import layout
 from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
-from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 
 TooLong = Literal["skip", "truncate", "error"]
-_INTEGERS = ("tokens", "positions", "segment_ids")
-_MEMORY = ReusedMemory(256 * 1024 * 1024)
+_ALIGNED_BYTES = 64
+"""XLA on a CPU uses an array in place if it begins at a multiple of this many bytes, and copies it otherwise."""
+_NUMBERS = 5
+"""What all positions of a segment have in common: its first position and its id as integers, then its advantage, the
+loss weight of its trained tokens and its temperature as floats. Padding is a segment with id 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingSequence:
+class TrainingSequence(NamedTuple):
     """One rollout as the loss needs it; all arrays have shape [tokens]."""
 
     tokens: NDArray[np.int32]
@@ -31,7 +33,7 @@ class TrainingSequence:
     loss_mask: NDArray[np.bool_]
     """True where the token is trained. The first token has no context and is never trained."""
     advantages: NDArray[np.float32]
-    """Advantage of each token."""
+    """Advantage of each token, or a single one, [1], of all tokens."""
     generator_log_probs: NDArray[np.float32]
     """Log-probability of each token under the policy that sampled it."""
     temperature: float = 1.0
@@ -44,31 +46,76 @@ class TrainingSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A microbatch: every array is [rows, length], and token t is predicted from tokens before it."""
+    """A microbatch: rows of `length` positions; token t is predicted from tokens before it."""
 
-    tokens: NDArray[np.int32]
-    """Token ids; 0 in padding."""
-    positions: NDArray[np.int32]
-    """Position within the segment, from 0."""
-    segment_ids: NDArray[np.int32]
-    """Number of the segment within its row, from 1; 0 is padding."""
-    loss_mask: NDArray[np.float32]
-    """1 where the token is trained, else 0; never 1 at the first token of a segment."""
-    loss_weights: NDArray[np.float32]
-    """Weight of the token's loss in the sum over the update, 0 where it is not trained."""
-    advantages: NDArray[np.float32]
-    """Advantages."""
-    generator_log_probs: NDArray[np.float32]
-    """Log-probabilities under the generating policy."""
-    temperatures: NDArray[np.float32]
-    """Sampling temperature of the token's rollout; 1 in padding."""
-    reference_log_probs: NDArray[np.float32] | None = None
-    """Log-probabilities under the reference policy, if rollouts carry them."""
+    length: int
+    """Positions of a row."""
+    segments: int
+    """Largest number of segments of a row, padding included."""
+    words: NDArray[np.int32]
+    """The rows as one array for the devices, [rows, words]: see `parts`."""
+    own: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """Further arrays [rows, length]: "reference_log_probs" if they are asked for, and "advantages" if some segment has
+    different ones, instead of the advantages of segments."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Token ids [rows, length]; 0 in padding."""
+        return self.words[:, : self.length]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are present, by name, as jitted functions take them."""
-        named = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: array for name, array in named.items() if array is not None}
+        """The microbatch as losses take it, arrays [rows, length]: the reference for `unpacking.unpacked`.
+
+        tokens: token ids; 0 in padding.
+        positions: position within the segment, from 0.
+        segment_ids: number of the segment within its row, from 1; 0 is padding.
+        loss_mask: 1 where the token is trained, else 0; never 1 at the first token of a segment.
+        loss_weights: weight of the token's loss in the sum over the update, 0 where it is not trained.
+        advantages, generator_log_probs: of each token.
+        temperatures: sampling temperature of the token's rollout; 1 in padding.
+        reference_log_probs: log-probabilities under the reference policy, if they are asked for.
+        """
+        tokens, log_probs, mask, table = parts(self.words, self.length)
+        rows, length = tokens.shape
+        used = table[:, 0] < length
+        begins = (table[:, 0] + length * np.arange(rows)[:, None])[used]
+        sizes = np.diff(begins, append=rows * length)
+        values = (np.repeat(table[:, part][used], sizes).reshape(rows, length) for part in range(_NUMBERS))
+        begin, number, advantage, weight, temperature = values
+        loss_mask = mask.view(np.uint8)[:, :length].astype(np.float32)
+        return {
+            "tokens": tokens,
+            "positions": np.where(number > 0, np.arange(length, dtype=np.int32) - begin, 0),
+            "segment_ids": number,
+            "loss_mask": loss_mask,
+            "loss_weights": loss_mask * weight.view(np.float32),
+            "advantages": advantage.view(np.float32),
+            "generator_log_probs": log_probs.view(np.float32),
+            "temperatures": temperature.view(np.float32),
+            **self.own,
+        }
+
+
+def parts(words: Any, length: int) -> tuple[Any, Any, Any, Any]:
+    """Split packed rows, [rows, words] with the bits of all values as int32, of numpy or JAX, by meaning.
+
+    Returns tokens and log-probabilities under the generating policy, [rows, length], the bytes of the loss mask, [rows,
+    length / 4], and the numbers of segments, [rows, 5, most segments], in the order of `_NUMBERS`.
+    """
+    mask, table = 2 * length, 2 * length + -(-length // 4)
+    most = (words.shape[1] - table) // _NUMBERS
+    segments = words[:, table : table + _NUMBERS * most].reshape(len(words), _NUMBERS, most)
+    return words[:, :length], words[:, length:mask], words[:, mask:table], segments
+
+
+def words_of_row(length: int, segments: int = 0) -> int:
+    """Words of a packed row of `length` positions and up to `segments` segments.
+
+    There is room for the segments of rollouts of 16 tokens on average; microbatches with more segments are larger.
+    """
+    most = max(segments, length // 16 + 16)
+    words = 2 * length + -(-length // 4) + _NUMBERS * most
+    return -(-words * 4 // _ALIGNED_BYTES) * _ALIGNED_BYTES // 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,25 +173,37 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
 
     Log-probabilities recorded before the temperature was applied ("raw") or under greedy sampling are at temperature 1.
     """
-    per_token = batch.advantages
-    if len(per_token) != len(batch.tokens):
-        per_token = np.repeat(per_token, np.diff(batch.splits))
     splits, reference = batch.splits.tolist(), batch.reference_logprobs
     temperatures = np.where(batch.logprobs_processed, batch.temperatures, 1.0).tolist()
     return [
         TrainingSequence(
             tokens=batch.tokens[start:end],
             loss_mask=batch.loss_mask[start:end],
-            advantages=per_token[start:end],
+            advantages=advantages,
             generator_log_probs=batch.logprobs[start:end],
             temperature=temperature or 1.0,
             truncated=truncated,
             reference_log_probs=reference[start:end] if len(reference) else None,
         )
-        for start, end, temperature, truncated in zip(
-            splits[:-1], splits[1:], temperatures, batch.truncated.tolist(), strict=True
+        for start, end, advantages, temperature, truncated in zip(
+            splits[:-1], splits[1:], _advantages(batch), temperatures, batch.truncated.tolist(), strict=True
         )
     ]
+
+
+def _advantages(batch: TrainingBatch) -> list[NDArray[np.float32]]:
+    """The advantages of each row: a single one if it is the same at all positions of each row, bit for bit."""
+    values, begins, ends = batch.advantages, batch.splits[:-1], batch.splits[1:]
+    if len(values) != len(batch.tokens):
+        begins = np.arange(len(batch))
+        ends = begins + 1
+    else:
+        bits, changes = values.view(np.int32), np.zeros(len(values) + 1, bool)
+        np.not_equal(bits[1:], bits[:-1], out=changes[1:-1])
+        changes[batch.splits] = False
+        if not changes.any():
+            ends = begins + 1
+    return [values[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def rows_by_length(config: LearnerConfig) -> dict[int, int]:
@@ -238,8 +297,7 @@ def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> 
 def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
     """The first tokens of a sequence, marked as truncated."""
     reference = sequence.reference_log_probs
-    return replace(
-        sequence,
+    return sequence._replace(
         tokens=sequence.tokens[:length],
         loss_mask=sequence.loss_mask[:length],
         advantages=sequence.advantages[:length],
@@ -268,16 +326,6 @@ def _update(
     )
 
 
-def unfilled(rows: int, length: int, reference: bool) -> tuple[PackedBatch, NDArray[np.int32]]:
-    """A microbatch with arbitrary values, and all its arrays as one: their bits, int32 [arrays, rows, length]."""
-    names = [item.name for item in fields(PackedBatch) if reference or item.name != "reference_log_probs"]
-    whole = _MEMORY.lanes(len(names), 4 * rows * length).view(np.int32).reshape(len(names), rows, length)
-    arrays: dict[str, Any] = {
-        name: bits if name in _INTEGERS else bits.view(np.float32) for name, bits in zip(names, whole, strict=True)
-    }
-    return PackedBatch(**arrays), whole
-
-
 def _fill(
     sequences: Sequence[TrainingSequence],
     bins: NDArray[np.int64],
@@ -288,40 +336,63 @@ def _fill(
 ) -> tuple[list[PackedBatch], list[int]]:
     """The microbatches of one bucket, and the number of trained tokens of each sequence that has any."""
     total = rows * (-(-(int(bins.max()) + 1) // rows))
-    packed, whole = unfilled(total, length, reference)
-    positions = np.arange(length, dtype=np.int32)
-    ends, segments, trained = [0] * total, [0] * total, []
+    most = int(np.bincount(bins).max()) + 1
+    words = _aligned((total, words_of_row(length, most)), np.int32)
+    tokens, log_probs, mask, table = parts(words, length)
+    log_probs, mask = log_probs.view(np.float32), mask.view(np.bool_)
+    own: dict[str, NDArray[np.float32]] = {}
+    if reference:
+        own["reference_log_probs"] = _aligned((total, length), np.float32)
+    if any(len(sequence.advantages) > 1 for sequence in sequences):
+        own["advantages"] = _aligned((total, length), np.float32)
+    ends, counts, trained = [0] * total, [0] * total, []
+    # Row and place within the row, then the numbers of the segment.
+    segments: list[tuple[float, ...]] = []
     for row, sequence in zip(bins.tolist(), sequences, strict=True):
         begin, size = ends[row], len(sequence.tokens)
         ends[row] += size
-        segments[row] += 1
         span = row, slice(begin, begin + size)
-        packed.tokens[span] = sequence.tokens
-        packed.positions[span] = positions[:size]
-        packed.segment_ids[span] = segments[row]
-        packed.advantages[span] = sequence.advantages
-        packed.generator_log_probs[span] = sequence.generator_log_probs
-        packed.temperatures[span] = sequence.temperature
-        if packed.reference_log_probs is not None:
-            packed.reference_log_probs[span] = sequence.reference_log_probs
-        mask, weights = packed.loss_mask[span], packed.loss_weights[span]
-        tokens = int(np.count_nonzero(sequence.loss_mask[1:]))
-        if tokens and trains(loss, sequence.truncated):
-            trained.append(tokens)
-            mask[0] = 0
-            mask[1:] = sequence.loss_mask[1:]
-            np.multiply(mask, np.float32(token_weight(loss, tokens)), out=weights)
+        tokens[span] = sequence.tokens
+        log_probs[span] = sequence.generator_log_probs
+        mask[span] = sequence.loss_mask
+        mask[row, begin] = False
+        for name, array in own.items():
+            array[span] = getattr(sequence, name)
+        weight, count = 0.0, int(np.count_nonzero(sequence.loss_mask[1:]))
+        if count and trains(loss, sequence.truncated):
+            trained.append(count)
+            weight = token_weight(loss, count)
         else:
-            mask.fill(0)
-            weights.fill(0)
-    # Padding is written only where there is no token, so that memory is written once.
+            mask[span] = False
+        place = counts[row]
+        counts[row] += 1
+        segments.append((row, place, begin, place + 1, sequence.advantages[0], weight, sequence.temperature))
     for row, end in enumerate(ends):
         if end < length:
-            whole[:, row, end:] = 0
-            packed.temperatures[row, end:] = 1
-    arrays = packed.arrays()
+            for array in (tokens, log_probs, mask, *own.values()):
+                array[row, end:length] = 0
+            segments.append((row, counts[row], end, 0, 0.0, 0.0, 1.0))
+    table[:, 0] = length
+    numbers = np.array(segments)
+    at, place_of = numbers[:, :2].astype(np.int64).T
+    table[at, :2, place_of] = numbers[:, 2:4]
+    table.view(np.float32)[at, 2:, place_of] = numbers[:, 4:]
     microbatches = [
-        PackedBatch(**{name: array[first : first + rows] for name, array in arrays.items()})
+        PackedBatch(
+            length=length,
+            segments=most,
+            words=words[first : first + rows],
+            own={name: array[first : first + rows] for name, array in own.items()},
+        )
         for first in range(0, total, rows)
     ]
     return microbatches, trained
+
+
+def _aligned(shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
+    """An array with arbitrary values that a device of the CPU uses in place."""
+    size_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    memory = np.empty(size_bytes + _ALIGNED_BYTES, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNED_BYTES
+    array: NDArray[Any] = memory[begin : begin + size_bytes].view(dtype).reshape(shape)
+    return array

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from rollstream.consumers.learner.input.packing import (
     TrainingSequence,
     pack_for,
     rows_by_length,
-    unfilled,
+    words_of_row,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.parallel.gathering import gathering_of, of_rows, over_devices
@@ -51,6 +51,7 @@ from rollstream.consumers.learner.training.trained_parameters import (
     trained_in_steps,
     trained_in_warm_start,
 )
+from rollstream.consumers.learner.training.unpacking import unpacked
 from rollstream.consumers.models import decoder, parameters
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.parameters import is_adapter
@@ -81,11 +82,23 @@ class TrainState(NamedTuple):
     """int32: number of completed steps."""
 
 
+class PlacedBatch(NamedTuple):
+    """A microbatch on the devices, rows over all processes."""
+
+    length: int
+    """Positions of a row."""
+    segments: np.int32
+    """Largest number of segments of a row."""
+    words: jax.Array | None
+    """Packed rows, from which arrays are derived; None if `own` holds all arrays."""
+    own: dict[str, jax.Array]
+    """Arrays [rows, length] that are not derived."""
+
+
 class PlacedUpdate(NamedTuple):
     """Input of one update, on the devices."""
 
-    microbatches: tuple[dict[str, jax.Array], ...]
-    """Arrays [rows, length] over all processes."""
+    microbatches: tuple[PlacedBatch, ...]
     denominators: dict[str, np.float32]
     """Denominators of sums over the update."""
     empty: bool
@@ -165,6 +178,10 @@ class TrainStep:
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
+        self._unpacked = {
+            length: self._jit(partial(unpacked, length=length), (self._rows, everywhere), self._rows)
+            for length in self._rows_by_length
+        }
         self._policy = self._gradient(policy, self._policy_metrics(), self._trained)
         self._supervised = self._gradient(supervised, SUPERVISED_METRICS, self._taught)
         self._log_probs = self._log_probs_of(config.model, params)
@@ -210,7 +227,12 @@ class TrainStep:
         sums = jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, leaf.sharding), zeros.out_info)
         lowered = {"zeros": zeros}
         for length, rows in self._rows_by_length.items():
-            batch = self._abstract_batch(rows, length)
+            words = _shape((rows, words_of_row(length)), jnp.int32, self._rows)
+            unpacking = self._unpacked[length].lower(words, _shape((), jnp.int32))
+            lowered[f"unpacking {rows}x{length}"] = unpacking
+            batch = {name: _shape(out.shape, out.dtype, self._rows) for name, out in unpacking.out_info.items()}
+            if self.config.reference == "carried":
+                batch["reference_log_probs"] = batch["generator_log_probs"]
             if set(self._extra_log_probs) - {"teacher_log_probs"}:
                 lowered[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
             if self.teacher is not None:
@@ -347,7 +369,8 @@ class TrainStep:
                 on_update(number - 1, warm.steps, float(metrics["loss"]))
             drawn = draws.integers(len(examples), size=warm.sequences_per_step)
             (update,) = self.place(pack_for(one_update, [examples[index] for index in drawn])).updates
-            gradients, metrics = self._supervised({**state.params, **params}, update.microbatches, update.denominators)
+            batches = [self._arrays(batch) for batch in update.microbatches]
+            gradients, metrics = self._supervised({**state.params, **params}, batches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         on_update(warm.steps, warm.steps, float(metrics["loss"]))
         return self._state_around({**state.params, **params}), {
@@ -380,7 +403,7 @@ class TrainStep:
         needed = {name: models[name] for name in self._extra_log_probs}
         return tuple(
             {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in needed.items()}}
-            for batch in update.microbatches
+            for batch in map(self._arrays, update.microbatches)
         )
 
     def _policy_metrics(self) -> tuple[str, ...]:
@@ -457,17 +480,22 @@ class TrainStep:
 
         return {name: place(name, params[name]) for name in placed}
 
-    def _on_devices(self, batch: PackedBatch) -> dict[str, jax.Array]:
+    def _on_devices(self, batch: PackedBatch) -> PlacedBatch:
         """Put a microbatch on the devices, of which each process puts its own rows."""
-        arrays = batch.arrays()
+        packed = batch.words.shape[1] == words_of_row(batch.length)
+        arrays: dict[str, Any] = {"words": batch.words, **batch.own} if packed else batch.arrays()
         if jax.process_count() == 1:
-            return cast(dict[str, jax.Array], jax.device_put(arrays, self._rows))
-        own = jax.make_array_from_callback
-        return {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}
+            placed = jax.device_put(arrays, self._rows)
+        else:
+            own = jax.make_array_from_callback
+            placed = {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}
+        return PlacedBatch(batch.length, np.int32(batch.segments), placed.pop("words", None), placed)
 
-    def _abstract_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        arrays = unfilled(rows, length, self.config.reference == "carried")[0].arrays()
-        return {name: _shape(array.shape, array.dtype, self._rows) for name, array in arrays.items()}
+    def _arrays(self, batch: PlacedBatch) -> dict[str, jax.Array]:
+        """The arrays of a microbatch, as losses take them."""
+        if batch.words is None:
+            return batch.own
+        return {**self._unpacked[batch.length](batch.words, batch.segments), **batch.own}
 
     def _jit(self, function: Callable[..., Any], in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
         """Jit a function over the mesh, and count its traces."""

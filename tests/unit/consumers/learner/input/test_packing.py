@@ -47,10 +47,11 @@ def segments(microbatches: Sequence[PackedBatch]) -> list[dict[str, np.ndarray]]
     """The arrays of every segment, in the order of their first tokens."""
     collected = []
     for microbatch in microbatches:
-        for row in range(len(microbatch.tokens)):
-            for segment in range(1, int(microbatch.segment_ids[row].max()) + 1):
-                where = microbatch.segment_ids[row] == segment
-                collected.append({name: array[row][where] for name, array in microbatch.arrays().items()})
+        arrays = microbatch.arrays()
+        for row, segment_ids in enumerate(arrays["segment_ids"]):
+            for segment in range(1, int(segment_ids.max()) + 1):
+                where = segment_ids == segment
+                collected.append({name: array[row][where] for name, array in arrays.items()})
     return sorted(collected, key=lambda arrays: arrays["tokens"][0])
 
 
@@ -102,7 +103,7 @@ def test_every_rollout_is_in_exactly_one_segment_with_all_its_arrays(
         assert set(arrays["temperatures"]) == {0.5}
     assert step.tokens == sum(lengths)
     assert step.trained_tokens == sum(length - 1 for length in lengths)
-    assert step.trained_tokens == sum(microbatch.loss_mask.sum() for microbatch in step.microbatches)
+    assert step.trained_tokens == sum(microbatch.arrays()["loss_mask"].sum() for microbatch in step.microbatches)
     assert step.trained_sequences == sum(length > 1 for length in lengths)
     assert step.too_long == 0
 
@@ -116,7 +117,7 @@ def test_microbatches_have_one_shape_a_bucket_and_segments_are_contiguous(
     for microbatch in step.microbatches:
         (shape,) = {array.shape for array in microbatch.arrays().values()}
         assert shape in shapes
-        for row in microbatch.segment_ids:
+        for row in microbatch.arrays()["segment_ids"]:
             used = row[row > 0]
             assert (np.diff(used) >= 0).all()
             assert (row[len(used) :] == 0).all()
@@ -194,10 +195,10 @@ def test_a_step_without_rollouts_has_empty_updates() -> None:
 
 
 def test_rollouts_without_tokens_and_fully_masked_ones_train_nothing() -> None:
-    masked = replace(sequence(5), loss_mask=np.zeros(5, bool))
+    masked = sequence(5)._replace(loss_mask=np.zeros(5, bool))
     step = pack([sequence(0), masked, sequence(1)], rows=ROWS, sequence_length=LENGTH)
     assert (step.tokens, step.trained_tokens, step.trained_sequences) == (6, 0, 0)
-    assert not step.microbatches[0].loss_weights.any()
+    assert not step.microbatches[0].arrays()["loss_weights"].any()
 
 
 def test_minibatches_are_contiguous_ranges_of_about_equally_many_rollouts() -> None:
@@ -241,16 +242,15 @@ def test_rollouts_without_a_sequence_move_no_other_rollout_to_another_update(
 
 
 @pytest.mark.parametrize("length", [16, 48, 80])
-def test_a_device_of_the_cpu_takes_packed_arrays_without_a_copy(length: int) -> None:
+def test_a_device_of_the_cpu_takes_packed_rows_without_a_copy(length: int) -> None:
     packed = pack([sequence(length - 1)] * 5, rows=2, sequence_length=length)
     assert len(packed.microbatches) == 3
     for microbatch in packed.microbatches:
-        for name, array in microbatch.arrays().items():
-            assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data, name
+        assert jax.device_put(microbatch.words).unsafe_buffer_pointer() == microbatch.words.ctypes.data
 
 
 def test_reference_log_probs_are_there_only_where_asked_for() -> None:
-    without = replace(sequence(3), reference_log_probs=None)
+    without = sequence(3)._replace(reference_log_probs=None)
     (microbatch,) = pack([without], rows=ROWS, sequence_length=LENGTH).microbatches
     assert "reference_log_probs" not in microbatch.arrays()
     with pytest.raises(ConfigurationError, match=r'learner.reference is "carried"'):
@@ -280,9 +280,22 @@ def test_reference_log_probs_of_a_batch_go_with_their_rollouts() -> None:
     np.testing.assert_array_equal(np.concatenate(actual), carried)
 
 
-def test_one_advantage_a_row_is_spread_over_its_tokens() -> None:
+def test_advantages_of_a_batch_may_be_one_a_row() -> None:
     batch = random_batch(0, rows=3)
     per_row = np.array([1.0, -2.0, 0.5], np.float32)
     actual = sequences_of(replace(batch, advantages=per_row))
-    for item, advantage in zip(actual, per_row, strict=True):
-        np.testing.assert_array_equal(item.advantages, np.full(len(item.tokens), advantage))
+    assert [item.advantages.tolist() for item in actual] == [[advantage] for advantage in per_row]
+
+
+def test_advantages_are_one_a_row_only_if_every_row_has_the_same_bits_at_all_its_positions() -> None:
+    batch = random_batch(0, rows=3)
+    lengths = np.diff(batch.splits)
+    equal = np.repeat(np.array([0.5, 0.5, -2.0], np.float32), lengths)
+    assert [len(item.advantages) for item in sequences_of(replace(batch, advantages=equal))] == [1, 1, 1]
+    for place in range(len(equal)):
+        # Equal as numbers, but not in their bits.
+        nothing = np.zeros_like(equal)
+        nothing[place] = -0.0
+        actual = sequences_of(replace(batch, advantages=nothing))
+        assert [len(item.advantages) for item in actual] == lengths.tolist()
+        assert np.signbit(np.concatenate([item.advantages for item in actual])).tolist() == np.signbit(nothing).tolist()

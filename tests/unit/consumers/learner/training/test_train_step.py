@@ -217,7 +217,7 @@ def test_nothing_compiles_after_the_warm_up_whatever_a_step_is_made_of(
     reference = everything.frozen(state.params)
     state, _ = everything.train(state, pack_for(EVERYTHING, rollouts(0)), reference)
     compiled = everything.compilations
-    masked = [replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask)) for sequence in rollouts(1)]
+    masked = [sequence._replace(loss_mask=np.zeros_like(sequence.loss_mask)) for sequence in rollouts(1)]
     with jax.log_compiles():
         for sequences in (rollouts(0, 64), rollouts(1, 1), [], masked, rollouts(2)):
             packed = pack_for(EVERYTHING, sequences)
@@ -344,7 +344,7 @@ def test_the_warm_start_is_packed_as_reinforcement_learning_is_and_goes_before_i
 
 def test_bfloat16_learns_and_keeps_float32_masters_and_compares_with_the_rollouts_own_reference() -> None:
     config = replace(CONFIG, compute_dtype="bfloat16", remat=True, reference="carried")
-    carried = [replace(item, reference_log_probs=item.generator_log_probs) for item in rollouts(0)]
+    carried = [item._replace(reference_log_probs=item.generator_log_probs) for item in rollouts(0)]
     step = TrainStep(config)
     state, collected = step.initial_state(), []
     for _ in range(6):
