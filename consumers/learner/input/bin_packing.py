@@ -19,7 +19,12 @@ def layout(lengths: NDArray[np.int64], shapes: Mapping[int, int]) -> Layout:
     for (length, rows), shorter in zip(shapes.items(), [*list(shapes)[1:], 0], strict=True):
         own = waiting[: np.count_nonzero(lengths[waiting] > shorter)]
         others = waiting[len(own) :]
-        own_bins, room = first_fit(lengths[own], np.full(len(own), length, np.int64))
+        # No two items longer than half a row share one, so they need no search.
+        alone = int(np.count_nonzero(2 * lengths[own] > length))
+        room = np.full(len(own), length, np.int64)
+        room[:alone] -= lengths[own[:alone]]
+        bins, room = first_fit(lengths[own[alone:]], room, alone)
+        own_bins = np.concatenate([np.arange(alone), bins])
         used = int(own_bins.max(initial=-1)) + 1
         # Includes empty rows of the last microbatch, which are computed anyway.
         room = np.concatenate([room[:used], np.full(-used % rows, length, np.int64)])

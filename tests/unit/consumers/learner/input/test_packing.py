@@ -139,6 +139,14 @@ def test_items_of_one_length_placed_together_go_where_first_fit_puts_them_one_by
 
 
 @given(lengths)
+def test_a_layout_puts_every_item_where_first_fit_puts_it(lengths: list[int]) -> None:
+    ((items, bins),) = layout(np.array(lengths, np.int64), {LENGTH: ROWS})
+    descending = sorted(lengths, reverse=True)
+    assert [lengths[item] for item in items] == descending
+    assert bins.tolist() == first_fit_plainly(descending, [LENGTH] * len(lengths))
+
+
+@given(lengths)
 def test_rows_are_within_the_known_bound_of_first_fit_decreasing(lengths: list[int]) -> None:
     ((items, bins),) = layout(np.array(lengths, np.int64), {LENGTH: ROWS})
     assert sorted(items.tolist()) == list(range(len(lengths)))
