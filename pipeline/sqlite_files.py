@@ -34,7 +34,7 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
             f"{sqlite3.sqlite_version}; use a newer Python"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and (connection := _of(path, identity)) is not None:
+    if path.exists() and (connection := existing(path, identity)) is not None:
         return connection
     remove(path)
     connection = _opened(path)
@@ -43,6 +43,20 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
     connection.executemany("insert into meta values (?, ?)", identity.items())
     connection.execute("commit")
     return connection
+
+
+def existing(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection | None:
+    """Open a file for writing; return None if it has another identity, is damaged, or is not a SQLite file."""
+    with ExitStack() as stack:
+        try:
+            connection = stack.enter_context(closing(_opened(path)))
+            if identity_of(connection) == identity:
+                stack.pop_all()
+                return connection
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error) and _code(error) != sqlite3.SQLITE_ERROR:  # of other tables
+                raise
+    return None
 
 
 def identity_of(connection: sqlite3.Connection) -> dict[str, str]:
@@ -78,20 +92,6 @@ def reader(path: Path) -> sqlite3.Connection:
     limit_cache(connection, _READER_CACHE_BYTES)
     connection.execute(f"pragma mmap_size = {8 * 1024**3}")
     return connection
-
-
-def _of(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection | None:
-    """Open a file; return None if it has another identity, is damaged, or is not a SQLite file."""
-    with ExitStack() as stack:
-        try:
-            connection = stack.enter_context(closing(_opened(path)))
-            if identity_of(connection) == identity:
-                stack.pop_all()
-                return connection
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error) and _code(error) != sqlite3.SQLITE_ERROR:  # of other tables
-                raise
-    return None
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant("not-cut", "pipeline/audit/verification.py", AUDIT,
            "verify does not name a batch that the fold does not cut",
            "for batch_id in sorted(recorded.keys() - met):", "for batch_id in sorted(met - recorded.keys()):"),
-    Mutant("other-batch", "pipeline/tools/run_view.py", ("pipeline/audit", "pipeline/tools"),
+    Mutant("other-batch", "pipeline/index/indexed_run.py", ("pipeline/audit", "pipeline/tools"),
            "lineage shows another batch than the index names",
            "return batch if batch.batch_id == batch_id else None", "return batch"),
     Mutant("attested", "pipeline/audit/attestation/evidence.py", AUDIT,

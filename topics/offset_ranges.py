@@ -51,5 +51,10 @@ def to_ranges(offsets: Iterable[int]) -> Int64:
 
 def from_ranges(ranges: Int64 | Sequence[int]) -> Iterator[int]:
     """Yield the offsets of flattened (first, count) pairs, in their order."""
-    for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist():
-        yield from range(first, first + count)
+    for first, last in spans_of(ranges):
+        yield from range(first, last + 1)
+
+
+def spans_of(ranges: Int64 | Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and last offset of each of flattened (first, count) pairs."""
+    return [(first, first + count - 1) for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist()]

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.rollout_query import rows_of
 from rollstream.pipeline.index.rollout_rows import finite
 from rollstream.pipeline.tools.lineage import fate_node, record_lineage
-from rollstream.pipeline.tools.run_view import RecordedRun, RolloutPlace
 from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError, TopicError
-from rollstream.topics.fates import BATCHED
 from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
 from rollstream.topics.rl_examples import REFERENCE
 
@@ -24,12 +23,12 @@ VERSIONS = "weight_version"
 _MOST_MEMBERS = 1000
 
 
-def details(db: sqlite3.Connection, view: RecordedRun, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
+def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
     """Return everything about one rollout. Raises TopicError if the index or the log has no rollout at this place."""
     row_id = id_at(db, place)
     rollout = _rollout(view, place)
-    fate = view.fates(place.partition, {place.offset})[place.offset]
-    batch = view.batch_of(place, fate) if fate.name == BATCHED else None
+    fate = view.fate(place)
+    batch = view.batch_of(place, fate)
     return {
         "row": rows_of(db, [row_id])[0],
         "turns": [_turn(turn) for turn in rollout.turns],
@@ -71,7 +70,7 @@ def json_safe(value: Any) -> Any:
     return finite(value) if isinstance(value, float) else value
 
 
-def _rollout(view: RecordedRun, place: RolloutPlace) -> Rollout:
+def _rollout(view: IndexedRun, place: RolloutPlace) -> Rollout:
     message = view.record("rollouts", *place)
     try:
         record = decode(message.value)

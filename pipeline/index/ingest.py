@@ -1,4 +1,4 @@
-"""Writes records of a log into an index. Each record is written whole or, if it is invalid, counted and skipped.
+"""Writes the rows of records into an index. Each record is written whole or, if it is invalid, skipped.
 
 The result depends on the records of each partition and their order, not on the portions in which they arrive.
 """
@@ -6,10 +6,12 @@ The result depends on the records of each partition and their order, not on the 
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollstream.pipeline.index import fates, refresh
+from rollstream.pipeline.index.fates import IN_FLIGHT, UNREAD
 from rollstream.pipeline.index.rollout_rows import (
     Clock,
     RolloutValues,
@@ -20,24 +22,15 @@ from rollstream.pipeline.index.rollout_rows import (
     values_of,
 )
 from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
-from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
 from rollstream.topics.catalogue import name_in_run
-from rollstream.topics.codec import kind_of
+from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.metric_catalogue import SUBJECTS
-from rollstream.topics.records import (
-    BatchIndexEntry,
-    JournalRecord,
-    LearnerStep,
-    Metrics,
-    PolicyManifest,
-    Rollout,
-    TrainingBatch,
-)
-from rollstream.topics.validation import batch_problems, entry_problems
+from rollstream.topics.offset_ranges import spans_of
+from rollstream.topics.records import JournalRecord, LearnerStep, Metrics, Rollout, TrainingBatch
+from rollstream.topics.validation import batch_problems, decode_journal
 
 BUCKET_MS = 10_000
 """Length of a time bucket. Only the last value of each component's metric within a bucket is kept."""
@@ -49,6 +42,8 @@ COMPONENT_SERIES = {
     "group": ("lag", "in_flight", "open_groups"),
 }
 """Metrics of components that become series, by role."""
+_KINDS: dict[str, type] = {"batches": TrainingBatch, "steps": LearnerStep, "metrics": Metrics, "evals": Rollout}
+"""Kind of the records of each topic with rows, besides `rollouts` and `journal`."""
 _ADD_PRODUCED = """insert into produced values (?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
     rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
     length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
@@ -60,20 +55,12 @@ class Ingest:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.db = connection
-        self.skipped = SkippedRecords("index", logged=False)
         self._names: dict[tuple[str, str], int] = {}
         self._groups: dict[str, int] = {}
         self._clocks: dict[int, Clock] = {}
         self._table = RolloutTable(connection)
         self._used: set[str] = set()
         """Batches whose rows, or uses by steps, changed in this transaction."""
-        self._takers: dict[str, Callable[[KafkaRecord], None]] = {
-            "batch-index": self._entry,
-            "steps": self._step,
-            "policies": self._policy,
-            "metrics": self._metrics,
-            "evals": self._evaluated,
-        }
 
     def forget(self) -> None:
         """Forget the writes of a transaction that was rolled back."""
@@ -91,7 +78,8 @@ class Ingest:
             touched |= refresh.uses_of_batch(self.db, name, self._name)
         refresh.groups(self.db, touched)
         self.db.executemany(
-            "update positions set last_ms = ?, repeated = ? where topic = 'rollouts' and partition = ?",
+            "update positions set last_ms = ?, repeated = ?"
+            " where layer = 'rows' and topic = 'rollouts' and partition = ?",
             [(clock.last_ms, clock.repeated, partition) for partition, clock in self._clocks.items()],
         )
         self._table.write_texts()
@@ -133,7 +121,8 @@ class Ingest:
     def _clock(self, partition: int) -> Clock:
         if partition not in self._clocks:
             answer = self.db.execute(
-                "select last_ms, repeated from positions where topic = 'rollouts' and partition = ?", (partition,)
+                "select last_ms, repeated from positions where layer = 'rows' and topic = 'rollouts' and partition = ?",
+                (partition,),
             ).fetchone()
             self._clocks[partition] = Clock(partition, *(answer or ()))
         return self._clocks[partition]
@@ -159,55 +148,36 @@ class Ingest:
 
     # ------------------------------------------------------------------ the other topics
 
-    def other(self, message: KafkaRecord, record: JournalRecord | TrainingBatch | None = None) -> None:
+    def other(self, message: KafkaRecord, record: object = None) -> None:
         """Write a record of another topic; `record` is the decoded record if it was decoded already."""
-        name = name_in_run(message.topic)
-        with self.skipped.passing(message):
-            if isinstance(record, JournalRecord) and name == "journal":
+        with suppress(RecordError):
+            record = decoded(message) if record is None else record
+            if isinstance(record, JournalRecord):
                 self._journal(record)
-            elif isinstance(record, TrainingBatch) and name == "batches":
+            elif isinstance(record, TrainingBatch):
                 self._batch(message, record)
-            elif name in self._takers:
-                self._takers[name](message)
-            elif name in ("journal", "batches"):
-                self.skipped.decode(JournalRecord if name == "journal" else TrainingBatch, message)
+            elif isinstance(record, LearnerStep):
+                self._step(record)
+            elif isinstance(record, Metrics):
+                self._metrics(message, record)
+            elif isinstance(record, Rollout):
+                self._evaluated(record)
 
     def _journal(self, record: JournalRecord) -> None:
         partition = record.partition
-        before = self.db.execute("select position, sequence from journals where partition = ?", (partition,)).fetchone()
+        before = self.db.execute("select position, sequence from settled where partition = ?", (partition,)).fetchone()
         read, sequence = before or (record.begin, -1)
         if record.sequence > sequence + 1:
             self._before(record)
         self._settle(partition, [(read, record.position - 1)], IN_FLIGHT, among=UNREAD)
-        for first, count in _pairs(record.unfinished.tolist()) if record.snapshot else ():
-            self._settle(partition, [(first, first + count - 1)], IN_FLIGHT, among=fates.SETTLED)
-        drops = {drop.offset: drop for drop in record.drops}
+        if record.snapshot:
+            self._settle(partition, spans_of(record.unfinished), IN_FLIGHT)
         for finished in record.finished:
-            ranges = [(first, first + count - 1) for first, count in _pairs(finished.runs.tolist())]
-            if finished.fate in fates.CODES:
-                self._settle(partition, ranges, finished.fate)
-        for drop in drops.values():
+            self._settle(partition, spans_of(finished.runs), finished.fate)
+        for drop in record.drops:
             self._settle(partition, [(drop.offset, drop.offset)], DROPPED, drop.reason, among=DROPPED)
-            self.db.execute(
-                "insert or replace into drops values (?, ?, ?, ?, ?, ?)",
-                (partition, drop.offset, drop.reason, drop.detail, drop.age_ms, record.generation),
-            )
-        self._configurations(record)
         self.db.execute(
-            "insert or replace into journals values (?, ?, ?)", (partition, record.position, record.sequence)
-        )
-
-    def _configurations(self, record: JournalRecord) -> None:
-        """Note the record's configuration generation, and the settings of the generation at its watermark."""
-        self.db.execute(
-            "insert into configurations values (?, ?, ?, '') on conflict do update set since = excluded.since"
-            " where since < 0",
-            (record.partition, record.generation, record.begin),
-        )
-        self.db.execute(
-            "insert into configurations values (?, ?, -1, ?) on conflict do update set settings = excluded.settings"
-            " where settings = ''",
-            (record.partition, record.watermark_generation, record.watermark_configuration),
+            "insert or replace into settled values (?, ?, ?)", (partition, record.position, record.sequence)
         )
 
     def _before(self, record: JournalRecord) -> None:
@@ -245,50 +215,20 @@ class Ingest:
         self.db.execute("insert or ignore into batches (name) values (?)", (name,))
         return int(self.db.execute("select id from batches where name = ?", (name,)).fetchone()[0])
 
-    def _entry(self, message: KafkaRecord) -> None:
-        entry = self.skipped.decode(BatchIndexEntry, message)
-        if entry is None:
-            return
-        if problems := entry_problems(entry):
-            raise RecordError(problems[0])
-        # If a batch has two entries, the first one counts.
-        row = (entry.batch_id, message.offset, entry.lowest_version, entry.highest_version, message.value)
-        self.db.execute("insert or ignore into entries values (?, ?, ?, ?, ?)", row)
-
-    def _step(self, message: KafkaRecord) -> None:
-        if message.value is None:
-            return
-        step = self.skipped.decode(LearnerStep, message)
-        if step is None:
-            return
-        key = (step.learner, step.step)
-        before = self.db.execute("select batch from uses where learner = ? and step = ?", key).fetchall()
-        for table in ("uses", "step_metrics"):
-            self.db.execute(f"delete from {table} where learner = ? and step = ?", key)
-        time_ms = int(step.timestamp * 1000) if abs(step.timestamp) < 1e12 else message.timestamp_ms
-        self.db.execute(
-            "insert or replace into steps values (?, ?, ?, ?, ?, ?)",
-            (*key, step.input_run, step.policy_version, time_ms, message.value),
-        )
+    def _step(self, step: LearnerStep) -> None:
+        self.db.execute("delete from step_metrics where learner = ? and step = ?", (step.learner, step.step))
         self.db.executemany(
             "insert or replace into step_metrics values (?, ?, ?, ?)",
             [(step.learner, name, step.step, finite(value)) for name, value in step.metrics.items()],
         )
-        batches = {name for (name,) in before}
-        for part, use in enumerate(step.uses) if step.input_run == message.topic.rpartition(".")[0] else ():
-            rows = json.dumps(use.row_numbers)
-            trained = int(use.use == "trained")
-            reason = use.code or use.reason
-            self.db.execute(
-                "insert into uses values (?, ?, ?, ?, ?, ?, ?)", (use.batch_id, *key, part, trained, reason, rows)
-            )
-            batches.add(use.batch_id)
-        self._used |= batches
+        # An earlier record of this step may have used other batches.
+        before = self.db.execute(
+            "select distinct b.name from rollouts r join batches b on b.id = r.batch where r.step = ?", (step.step,)
+        )
+        self._used.update(name for (name,) in before)
+        self._used.update(use.batch_id for use in step.uses)
 
-    def _metrics(self, message: KafkaRecord) -> None:
-        record = self.skipped.decode(Metrics, message)
-        if record is None:
-            return
+    def _metrics(self, message: KafkaRecord, record: Metrics) -> None:
         role = record.labels.get("role", "")
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
         time_ms = int(record.timestamp * 1000) if 0 < record.timestamp < 1e12 else max(message.timestamp_ms, 0)
@@ -302,37 +242,27 @@ class Ingest:
             [(role, name, time_ms // BUCKET_MS, _subject(record), values[name]) for name in wanted if name in values],
         )
 
-    def _evaluated(self, message: KafkaRecord) -> None:
-        rollout = self.skipped.decode(Rollout, message)
-        if rollout is not None:
-            # Branches of an episode have the same score. If an evaluation was repeated, the newer answers count.
-            self.db.execute(
-                "insert or replace into evaluated values (?, ?, ?, ?, ?)",
-                (
-                    rollout.policy_version,
-                    self._name("environment", rollout.environment),
-                    rollout.episode_uid or rollout.uid,
-                    values_of(rollout).reward or 0.0,
-                    success_of(rollout),
-                ),
-            )
-
-    def _policy(self, message: KafkaRecord) -> None:
-        if message.value is None or kind_of(message.value) != "PolicyManifest":
-            return
-        manifest = self.skipped.decode(PolicyManifest, message)
-        if manifest is None:
-            return
-        size = sum(chunk.size_bytes for chunk in manifest.chunks)
-        if not 0 <= size < 1 << 63:
-            raise RecordError(f"the chunks of a manifest have {size} bytes in total, which is impossible")
-        stages = [seconds for name, seconds in manifest.figures.items() if name.endswith("_s")]
-        seconds = finite(sum(stages)) if stages else None
-        created_ms = int(manifest.created * 1000) if 0 < manifest.created < 1e12 else message.timestamp_ms
-        about = (manifest.version, manifest.learner, manifest.step, manifest.kind, size, created_ms, manifest.digest)
+    def _evaluated(self, rollout: Rollout) -> None:
+        # Branches of an episode have the same score. If an evaluation was repeated, the newer answers count.
         self.db.execute(
-            "insert or replace into policies values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*about, seconds, message.value)
+            "insert or replace into evaluated values (?, ?, ?, ?, ?)",
+            (
+                rollout.policy_version,
+                self._name("environment", rollout.environment),
+                rollout.episode_uid or rollout.uid,
+                values_of(rollout).reward or 0.0,
+                success_of(rollout),
+            ),
         )
+
+
+def decoded(message: KafkaRecord) -> object:
+    """Decode a record of another topic than `rollouts`; None for topics without rows. Raises RecordError."""
+    name = name_in_run(message.topic)
+    if name == "journal":
+        return decode_journal(message.value)
+    kind = _KINDS.get(name)
+    return None if kind is None else decode_as(kind, message.value)
 
 
 def _subject(record: Metrics) -> str:
@@ -344,7 +274,3 @@ def _subject(record: Metrics) -> str:
 def _produced(partition: int, rollout: Rollout, environment: int | None, values: RolloutValues) -> tuple[Any, ...]:
     figures = (values.reward or 0.0, success_of(rollout), values.length, values.sampled, values.truncated)
     return (partition, values.version, environment, *figures)
-
-
-def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:
-    return zip(runs[::2], runs[1::2], strict=True)

@@ -3,10 +3,11 @@
 An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts.
 """
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
@@ -15,12 +16,15 @@ from rollstream.consumers.archive.writer import records as records_of_archive
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
 from rollstream.topics.kafka.records import KafkaRecord, Place
 
 ROLLOUTS = "rollouts"
+PLACES = (ROLLOUTS, "journal", "batch-index", "steps", "policies")
+"""Topics of whose records an index keeps the places."""
 OTHERS = (
     "journal",
     "batches",
@@ -36,6 +40,8 @@ OTHERS = (
 """Topics that an index reads besides `rollouts`."""
 POLL_BYTES = 16 * 1024 * 1024
 """Bytes of values at which a poll of an archive ends, whatever number of records was asked for."""
+_ONE_RECORD: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
+"""Settings of a client that fetches single records; by default it would also fetch megabytes of later records."""
 Positions = Mapping[Place, int]
 """Offset of the next record, by the topic's name in the catalogue and by partition."""
 
@@ -76,6 +82,14 @@ class IndexSource(Protocol):
         """Return the ends of partitions that were read to their end; transaction markers count."""
         ...
 
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        """Fetch one record; any thread may ask. Raises TopicError if the log does not have it."""
+        ...
+
+    def messages(self, name: str, partition: int, start: int) -> Iterator[KafkaRecord]:
+        """Yield the records of a partition from an offset, or from its beginning, to its present end."""
+        ...
+
     def close(self) -> None:
         """Release clients and files."""
         ...
@@ -86,16 +100,19 @@ class TopicSource:
 
     kind = "topics"
 
-    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, names: Collection[str] = (ROLLOUTS, *OTHERS)) -> None:
+        """`names` are the topics to read. Raises TopicError if the run does not exist."""
         self.run = run
-        self._kafka = kafka
+        self._kafka, self._names = kafka, names
         clients.check_broker(kafka)
         topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
-        self._names = [ROLLOUTS, *OTHERS]
+        self._starts: dict[bool, dict[Place, int]] = {}
         self._followers: dict[bool, TopicFollower] = {}
+        self._reader: Reader | None = None
+        self._lock = threading.Lock()
 
     def identity(self) -> dict[str, str]:
-        ids = topic_admin.topic_ids(self._kafka, [topic_name(self.run, name) for name in self._names])
+        ids = topic_admin.topic_ids(self._kafka, [topic_name(self.run, name) for name in (ROLLOUTS, *OTHERS)])
         return {"run": self.run, "source": self.kind, **{f"topic {name}": topic_id for name, topic_id in ids.items()}}
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
@@ -106,15 +123,15 @@ class TopicSource:
         }
 
     def begin(self, positions: Positions) -> None:
-        self.close()
-        starts: dict[bool, dict[Place, int]] = {True: {}, False: {}}
+        self._end()
+        self._starts = {True: {}, False: {}}
         for (name, partition), (low, _end) in self.bounds().items():
             place = topic_name(self.run, name), partition
-            starts[name == ROLLOUTS][place] = max(low, positions.get((name, partition), low))
-        for rollouts, places in starts.items():
-            self._followers[rollouts] = TopicFollower(self._kafka, places)
+            self._starts[name == ROLLOUTS][place] = max(low, positions.get((name, partition), low))
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        if rollouts not in self._followers:
+            self._followers[rollouts] = TopicFollower(self._kafka, self._starts[rollouts])
         return self._followers[rollouts].poll(most, wait_s)
 
     def ends(self) -> Positions:
@@ -125,10 +142,39 @@ class TopicSource:
             for (topic, partition), end in follower.ends.items()
         }
 
-    def close(self) -> None:
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        topic = topic_name(self.run, name)
+        with self._lock:
+            if self._reader is None:
+                self._reader = Reader(self._kafka, fetch_wait_ms=10, **_ONE_RECORD)
+            bounds = self._reader.bounds(topic)
+            if partition not in bounds:
+                raise TopicError(f"{topic} has no partition {partition}")
+            low, high = bounds[partition]
+            if not low <= offset < high:
+                raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
+            message = record_at(self._kafka, topic, partition, offset, reader=self._reader)
+        if message is None:
+            raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
+        return message
+
+    def messages(self, name: str, partition: int, start: int) -> Iterator[KafkaRecord]:
+        topic = topic_name(self.run, name)
+        start = max(start, topic_admin.bounds(self._kafka, topic, [partition])[partition][0])
+        return read_to_end(self._kafka, topic, partitions=[partition], start={partition: start})
+
+    def _end(self) -> None:
+        """Stop following the topics."""
         for follower in self._followers.values():
             follower.close()
         self._followers = {}
+
+    def close(self) -> None:
+        self._end()
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
 
 
 class ArchiveSource:
@@ -139,6 +185,7 @@ class ArchiveSource:
     def __init__(self, store: Store, run: str) -> None:
         self.run = run
         self._store = store
+        self._lock = threading.Lock()
         self._manifest = self._newest()
         self._at: dict[Place, int] = {}
         self._reading: dict[Place, tuple[Iterator[ArchivedRecord], int]] = {}
@@ -199,15 +246,15 @@ class ArchiveSource:
         del self._reading[place]
         self._at[place] = end  # The manifest may have moved on since these files were chosen.
 
-    def record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
-        """Return one record, or None if the archive has no record at this offset."""
-        record = None
-        with suppress(ObjectMissing):  # An archiver may have merged the file.
-            record = self._record(name, partition, offset)
-        if record is None:
-            self._manifest = self._newest()  # Another process may have indexed a file that was added later.
-            record = self._record(name, partition, offset)
-        return record
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        with self._lock:
+            for _ in range(2):
+                with suppress(ObjectMissing):  # An archiver may have merged the file.
+                    record = self._record(name, partition, offset)
+                    if record is not None:
+                        return record
+                self._manifest = self._newest()  # Another process may have indexed a file that was added later.
+        raise TopicError(f"the archive of run {self.run} has no {name} {partition}:{offset}")
 
     def _record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
         for file in self._manifest.files_of(LOG):
@@ -217,12 +264,9 @@ class ArchiveSource:
                 return next((entry.message(self.run) for entry in answer), None)
         return None
 
-    def messages(self, name: str) -> Iterator[KafkaRecord]:
-        """Yield every record of a topic."""
-        topic = self._manifest.topics.get(name)
-        for partition in sorted(topic.position) if topic else ():
-            for entry in records_of_archive(self._store, self._manifest, name, partition):
-                yield entry.message(self.run)
+    def messages(self, name: str, partition: int, start: int) -> Iterator[KafkaRecord]:
+        for entry in records_of_archive(self._store, self._manifest, name, partition, start=start):
+            yield entry.message(self.run)
 
     def ends(self) -> Positions:
         return {place: at for place, at in self._at.items() if at >= self._manifest.topics[place[0]].position[place[1]]}

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from rollstream.pipeline.index import fates
-from rollstream.pipeline.tools.run_view import UNREAD
+from rollstream.pipeline.index.fates import UNREAD
 from rollstream.topics.fates import BATCHED
 
 Span = tuple[int, int]

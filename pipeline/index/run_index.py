@@ -3,7 +3,6 @@
 One thread of one process fills the index, while any number of threads and processes query it.
 """
 
-import hashlib
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -16,14 +15,12 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
 from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series
 from rollstream.pipeline.index.group_query import GroupFilter
-from rollstream.pipeline.index.indexed_view import IndexedView
+from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.log_source import ArchiveSource, IndexSource, TopicSource
 from rollstream.pipeline.index.rollout_query import RolloutFilter
-from rollstream.pipeline.index.writer import IndexWriter
-from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.pipeline.index.writer import IndexWriter, index_file
 from rollstream.topics.closing import Closing
-from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.errors import ConfigurationError
 
 
 class IndexProgress(NamedTuple):
@@ -31,12 +28,6 @@ class IndexProgress(NamedTuple):
 
     offset_total: int
     offset_done: int
-
-
-def index_file(config: RunConfig, archive: str = "") -> Path:
-    """Return the path of the index of a run's topics, or of an archive at a path or URL."""
-    name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
-    return config.run_dir / name
 
 
 class _Opened(NamedTuple):
@@ -56,8 +47,6 @@ class RunIndex(Closing):
         self._local = threading.local()
         """Connections of the threads that query the index."""
         self._identity: dict[str, str] | None = None
-        self._view: RunView | None = None
-        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, config: RunConfig, archive: str = "", *, fills: bool = True) -> "RunIndex":
@@ -93,12 +82,9 @@ class RunIndex(Closing):
     def close(self) -> None:
         """Close the connections; the file stays. A query that another thread has begun still gets its answer."""
         self._writer.close()
+        self._source.close()
         # A connection closes once no thread refers to it; closing one that another thread uses would crash SQLite.
         self._local = threading.local()
-        with self._lock:
-            view, self._view = self._view, None
-        if view is not None:
-            view.close()
 
     # ------------------------------------------------------------------ filling
 
@@ -116,7 +102,7 @@ class RunIndex(Closing):
     def progress(self) -> IndexProgress:
         """Return how far the source has been read."""
         bounds = self._source.bounds()
-        answer = self._db().execute("select topic, partition, position from positions")
+        answer = self._db().execute("select topic, partition, position from positions where layer = ?", (schema.ROWS,))
         at = {(topic, partition): position for topic, partition, position in answer}
         total = sum(end - low for low, end in bounds.values())
         left = sum(max(0, end - max(low, at.get(place, low))) for place, (low, end) in bounds.items())
@@ -143,7 +129,7 @@ class RunIndex(Closing):
     def details(self, partition: int, offset: int, *, tokens_from: int = 0) -> dict[str, Any]:
         """Return all details of one rollout."""
         place = RolloutPlace(partition, offset)
-        return rollout_details.details(self._db(), self._indexed_view(), place, tokens_from)
+        return rollout_details.details(self._db(), IndexedRun(self._db(), self._source), place, tokens_from)
 
     def estimators(self, partition: int, offset: int) -> dict[str, Any]:
         """Return the advantages of a rollout's group under every estimator."""
@@ -212,24 +198,6 @@ class RunIndex(Closing):
             "an earlier run, and another process fills it; give this server a directory of its own with "
             "--set data_dir=DIRECTORY"
         )
-
-    def _indexed_view(self) -> IndexedView:
-        return IndexedView(self._db(), self.run, self._record)
-
-    def _record(self, name: str, partition: int, offset: int) -> KafkaRecord:
-        """Fetch one record from the source."""
-        with self._lock:
-            if isinstance(self._source, ArchiveSource):
-                answer = self._source.record(name, partition, offset)
-                if answer is None:
-                    raise TopicError(f"the archive of run {self.run} has no {name} {partition}:{offset}")
-                return answer
-            return self._topics().record(name, partition, offset)
-
-    def _topics(self) -> RunView:
-        if self._view is None:
-            self._view = RunView(self._config.kafka, self.run)
-        return self._view
 
 
 __all__ = ["GroupFilter", "IndexProgress", "RolloutFilter", "RunIndex", "index_file"]

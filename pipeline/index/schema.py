@@ -1,23 +1,65 @@
-"""The tables of the SQLite file of an index. The file can be deleted at any time, and is then built again."""
+"""The tables of the SQLite file of an index. The file can be deleted at any time, and is then built again.
+
+The tables of places say where the topics hold each rollout, the record of its fate, its batch, step and version; the
+tables of rows hold everything else that the page of a run shows. Each of these two layers has positions of its own.
+"""
 
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.pipeline import sqlite_files
-from rollstream.topics.errors import ConfigurationError
 
-VERSION = 5
+VERSION = 6
 """Version of the tables and of their contents; raise it with each change of either."""
 _TEXTS_HELD = 64 * 1024 * 1024
 """Bytes of new entries that the full-text index keeps in memory before it writes them; a smaller value makes many small
 parts, which are merged again and again."""
-
-TABLES = f"""
+PLACES, ROWS = "places", "rows"
+"""The layers of an index."""
+_PLACES = """
 create table positions (
-    topic text, partition integer, position integer not null, last_ms integer not null, repeated integer not null,
+    layer text, topic text, partition integer, position integer not null, last_ms integer not null default 0,
+    repeated integer not null default 0, primary key (layer, topic, partition)
+) without rowid;
+create table places (
+    uid integer, partition integer, offset integer, primary key (uid, partition, offset)
+) without rowid;
+create table finished (
+    partition integer, first integer, last integer not null, journal integer not null, primary key (partition, first)
+) without rowid;
+create table journals (
+    partition integer primary key, begin integer not null, position integer not null, sequence integer not null,
+    history text not null
+);
+create table entries (
+    batch text primary key, partition integer not null, offset integer not null, lowest integer not null,
+    highest integer not null, value blob not null
+) without rowid;
+create index entries_by_partition on entries (partition, offset);
+create index entries_by_version on entries (highest, lowest);
+create table steps (
+    learner text, step integer, version integer not null, time_ms integer not null, value blob not null,
+    primary key (learner, step)
+);
+create index steps_by_number on steps (step);
+create index steps_by_version on steps (version);
+create table uses (
+    batch text, learner text, step integer, part integer, trained integer not null, reason text not null,
+    row_numbers text not null, primary key (batch, learner, step, part)
+) without rowid;
+create index uses_by_step on uses (learner, step);
+create table policies (
+    version integer primary key, learner text, step integer, kind text, bytes integer, created_ms integer,
+    digest text, seconds real, value blob not null
+);
+create table skipped (
+    topic text, partition integer, records integer not null, offset integer not null, error text not null,
     primary key (topic, partition)
 ) without rowid;
+create table refused (error text primary key) without rowid;
+"""
+_ROWS = f"""
 create table names (id integer primary key, kind text not null, name text not null, unique (kind, name));
 create table rollouts (
     id integer primary key, partition integer not null, offset integer not null, time_ms integer not null,
@@ -53,39 +95,13 @@ create table groups (
 );
 create index groups_by_first on groups (first);
 create index groups_by_std on groups (std, first);
-create table journals (partition integer primary key, position integer not null, sequence integer not null);
-create table drops (
-    partition integer, offset integer, reason text not null, detail text not null, age_ms integer not null,
-    generation integer not null, primary key (partition, offset)
-) without rowid;
-create table configurations (
-    partition integer, generation integer, since integer not null, settings text not null,
-    primary key (partition, generation)
-) without rowid;
+create table settled (partition integer primary key, position integer not null, sequence integer not null);
 create table batches (
     id integer primary key, name text not null unique, partition integer, offset integer, rollouts integer,
     cut_ms integer
 );
-create table entries (
-    batch text primary key, offset integer not null, lowest integer not null, highest integer not null,
-    value blob not null
-) without rowid;
-create index entries_by_version on entries (highest, lowest);
-create table steps (
-    learner text, step integer, input_run text not null, version integer not null, time_ms integer not null,
-    value blob not null, primary key (learner, step)
-) without rowid;
-create table uses (
-    batch text, learner text, step integer, part integer, trained integer not null, reason text not null,
-    row_numbers text not null, primary key (batch, learner, step, part)
-) without rowid;
-create index uses_by_step on uses (learner, step);
 create table step_metrics (learner text, name text, step integer, value real, primary key (learner, name, step))
     without rowid;
-create table policies (
-    version integer primary key, learner text, step integer, kind text, bytes integer, created_ms integer,
-    digest text, seconds real, value blob not null
-);
 create table components (
     component text primary key, role text not null, time_ms integer not null, "values" text not null
 ) without rowid;
@@ -110,14 +126,5 @@ def full_identity(source: Mapping[str, str]) -> dict[str, str]:
 
 
 def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
-    """Open the index for writing; an index of other topics or of another version is deleted and created anew.
-
-    Raises ConfigurationError if this Python's SQLite does not support the index, or the file cannot be read or written.
-    """
-    try:
-        return sqlite_files.create(path, full_identity(identity), TABLES)
-    except (OSError, sqlite3.OperationalError) as error:
-        raise ConfigurationError(
-            f"the index of the page cannot be written to {path} ({error}); free space, or give a writable directory "
-            "with --set data_dir=DIRECTORY"
-        ) from error
+    """Open the index for writing; an index of other topics or of another version is deleted and created anew."""
+    return sqlite_files.create(path, full_identity(identity), _PLACES + _ROWS)

@@ -1,40 +1,43 @@
 """Fills an index from a source. Rows and positions commit in one transaction, so filling resumes at the positions.
 
-One process writes to an index at a time; another process can read it, and takes over once the writer has ended.
+One process writes rows at a time; another process can read them, and takes over once the writer has ended. Places may
+be written by any process, and a record that another process has written is passed over.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema
-from rollstream.pipeline.index.ingest import Ingest
-from rollstream.pipeline.index.log_source import ROLLOUTS, IndexSource
+from rollstream.pipeline.index.ingest import Ingest, decoded
+from rollstream.pipeline.index.log_source import PLACES, ROLLOUTS, IndexSource
+from rollstream.pipeline.index.places import PlaceTables
+from rollstream.pipeline.progress_bar import ProgressCallback
 from rollstream.pipeline.ui.config import UiConfig
 from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import decode
-from rollstream.topics.errors import DeadlineExceeded, RecordError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord, TrainingBatch
-from rollstream.topics.validation import decode_journal
 
 logger = logging.getLogger(__name__)
 _PORTION = 4000
 """Maximum number of records of `rollouts`, and of records of the other topics, that are read at once."""
-_COMMITTED = 10_000
-"""Records read in a transaction before it commits, as long as more are available. A large transaction writes a page of
-the SQLite indexes once for many rows; it takes about a second, and readers do not wait for it."""
+_COMMITTED = {schema.ROWS: 10_000, schema.PLACES: 50_000}
+"""Records read in a transaction of a layer before it commits, as long as more are available. A large transaction writes
+a page of the SQLite indexes once for many rows; it takes about a second, and readers do not wait for it."""
 PATIENCE_S = 60.0
 _WAITING_BYTES = 64 * 1024 * 1024
 """Bytes of records that may wait for the rollouts that they name; beyond this, no more such records are read."""
@@ -50,28 +53,46 @@ class _Waiting(NamedTuple):
     """The partition of `rollouts` that it names."""
     needed: int
     """Position up to which that partition must be read before the record is written."""
-    record: JournalRecord | TrainingBatch | None = None
+    record: object
+
+
+def index_file(config: RunConfig, archive: str = "") -> Path:
+    """Return the path of the index of a run's topics, or of an archive at a path or URL."""
+    name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
+    return config.run_dir / name
 
 
 class IndexWriter(Closing):
-    """The writer of one index."""
+    """The writer of one index, which reads a source but does not close it."""
 
     def __init__(
         self,
         path: Path,
         source: IndexSource,
+        layer: str = schema.ROWS,
         *,
-        commit_records: int = _COMMITTED,
+        commit_records: int = 0,
         cache_bytes: int = UiConfig.index_cache_bytes,
     ) -> None:
-        """The writer commits after `commit_records` records, or when no more are available, and keeps `cache_bytes` of
-        the file in memory."""
-        self._path, self._source, self._commit_records = path, source, commit_records
+        """A writer of rows writes places, too. It commits after `commit_records` records, by default a number for each
+        layer, or when no more are available, and keeps `cache_bytes` of the file in memory.
+
+        Raises ConfigurationError if the file cannot be written.
+        """
+        self._path, self._source, self._layer = path, source, layer
+        self._commit_records = commit_records or _COMMITTED[layer]
         self._cache_bytes = cache_bytes
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        with self._writable():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        self._owns = False
+        """Whether this process alone may create the file anew."""
         self._ingest: Ingest | None = None
         self._at: dict[Place, int] = {}
+        """Positions of the layer."""
+        self._placed: dict[Place, int] = {}
+        """Positions of the places during a transaction."""
+        self._partitions = 0
         self._waiting: deque[_Waiting] = deque()
         """Records whose rollouts have not been read yet."""
         self._waiting_bytes = 0
@@ -82,8 +103,7 @@ class IndexWriter(Closing):
         return self._ingest is not None
 
     def close(self) -> None:
-        """Release the file and the source."""
-        self._source.close()
+        """Release the file."""
         if self._ingest is not None:
             self._ingest.db.close()
             self._ingest = None
@@ -92,16 +112,19 @@ class IndexWriter(Closing):
             self._lock = -1
 
     def begin(self) -> bool:
-        """Open the index for writing; return False while another process writes to it.
+        """Open the index for writing; return False while another process writes rows to it or creates it.
 
-        Raises ConfigurationError if SQLite does not support the index, and the errors of the source.
+        Raises ConfigurationError if the file cannot be written, and the errors of the source.
         """
         if self._ingest is not None:
             return True
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._owns = True
         except BlockingIOError:
-            return False
+            if self._layer == schema.PLACES and self._path.exists():
+                self._start(sqlite_files.existing(self._path, schema.full_identity(self._source.identity())))
+            return self._ingest is not None
         try:
             self._open()
         except sqlite3.DatabaseError as error:
@@ -109,14 +132,32 @@ class IndexWriter(Closing):
         return True
 
     def _open(self) -> None:
-        db = schema.create(self._path, self._source.identity())
-        sqlite_files.limit_cache(db, self._cache_bytes)
-        self._ingest = Ingest(db)
-        self._restart()
+        """Open the file, or create it anew, as its only owner."""
+        identity = self._source.identity()
+        with self._writable():
+            db = schema.create(self._path, identity)
+        self._start(db)
+
+    def _start(self, db: sqlite3.Connection | None) -> None:
+        if db is not None:
+            sqlite_files.limit_cache(db, self._cache_bytes)
+            self._ingest, self._places = Ingest(db), PlaceTables(db)
+            self._restart()
+
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ConfigurationError(
+                f"the index of a run cannot be written to {self._path} ({error}); free space, or give a writable "
+                "directory with --set data_dir=DIRECTORY"
+            ) from error
 
     def poll(self, wait_s: float = 0.0) -> int:
         """Write the records that arrived; wait at most `wait_s` for the first. Returns how many were read."""
         if not self.begin():
+            time.sleep(wait_s)
             return 0
         try:
             return self._poll(wait_s)
@@ -129,25 +170,34 @@ class IndexWriter(Closing):
 
     def _rebuild(self, error: sqlite3.DatabaseError) -> None:
         """Create the file anew if it is damaged; raise any other error again."""
-        if not sqlite_files.is_damage(error):
+        if not (self._owns and sqlite_files.is_damage(error)):
             raise error
         event(logger, "index_rebuilt", level=logging.WARNING, file=str(self._path), error=str(error))
+        self._recreate()
+
+    def _recreate(self) -> None:
         if self._ingest is not None:
             self._ingest.db.close()
             self._ingest = None
         sqlite_files.remove(self._path)
         self._open()
 
-    def catch_up(self) -> None:
+    def catch_up(self, show: ProgressCallback = lambda _done, _total: None) -> None:
         """Write every record that is on the log now. Raises DeadlineExceeded if the source returns nothing for long."""
         wanted = {place: end for place, (_low, end) in self._source.bounds().items()}
-        deadline = time.monotonic() + PATIENCE_S
+        done, deadline = 0, time.monotonic() + PATIENCE_S
+        self.begin()
+        total = sum(max(end - self._at.get(place, 0), 0) for place, end in wanted.items())
         while self._behind(wanted):
-            if self.poll(0.1):
-                deadline = time.monotonic() + PATIENCE_S
+            if count := self.poll(0.1):
+                done, deadline = done + count, time.monotonic() + PATIENCE_S
+                show(done, total)
             # On a busy machine, the call that reads the last record may return after the deadline, so check again.
             elif time.monotonic() > deadline and (behind := self._behind(wanted)):
-                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end in {PATIENCE_S:g} s")
+                raise DeadlineExceeded(
+                    f"{behind[0]}[{behind[1]}] was not read to its end in {PATIENCE_S:g} s; if another process fills "
+                    f"{self._path} from other topics, give a directory of its own with --set data_dir=DIRECTORY"
+                )
 
     def _behind(self, wanted: Mapping[Place, int]) -> Place | None:
         """Return a partition that is not read and written up to its end; None if there is none."""
@@ -158,12 +208,21 @@ class IndexWriter(Closing):
         """Begin to read at the positions stored in the index."""
         assert self._ingest is not None
         self._ingest.forget()
+        self._places.forget()
         self._waiting.clear()
         self._waiting_bytes = 0
-        answer = self._ingest.db.execute("select topic, partition, position from positions")
-        positions = {(topic, partition): at for topic, partition, at in answer}
-        self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in self._source.bounds().items()}
+        positions, bounds = self._positions(self._layer), self._source.bounds()
+        if self._owns and any(at > bounds.get(place, (0, at))[1] for place, at in positions.items()):
+            self._recreate()  # A partition was truncated.
+            return
+        self._partitions = sum(name == ROLLOUTS for name, _partition in bounds)
+        self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in bounds.items()}
         self._source.begin(self._at)
+
+    def _positions(self, layer: str) -> dict[Place, int]:
+        assert self._ingest is not None
+        answer = self._ingest.db.execute("select topic, partition, position from positions where layer = ?", (layer,))
+        return {(topic, partition): at for topic, partition, at in answer}
 
     def _poll(self, wait_s: float) -> int:
         rollouts, others = self._read(wait_s)
@@ -197,20 +256,34 @@ class IndexWriter(Closing):
     def _write(
         self, ingest: Ingest, rollouts: list[KafkaRecord], others: list[KafkaRecord], ends: dict[Place, int]
     ) -> None:
-        ingest.rollouts(rollouts)
-        for message in rollouts:
-            self._at[ROLLOUTS, message.partition] = message.offset + 1
-        for place, end in ends.items():
+        self._places.rollouts(m for m in rollouts if m.offset >= self._placed.get((ROLLOUTS, m.partition), 0))
+        records = [self._place(message) for message in others]
+        read = {(ROLLOUTS, message.partition): message.offset + 1 for message in rollouts}
+        for place, end in (*read.items(), *ends.items()):
+            if place[0] in PLACES:
+                self._placed[place] = max(self._placed.get(place, 0), end)
             if place[0] == ROLLOUTS:
                 self._at[place] = max(self._at.get(place, 0), end)
-        for message in others:
-            self._waiting.append(_waiting(message))
+        if self._layer == schema.PLACES:
+            self._at.update({**self._placed, **ends})
+            return
+        ingest.rollouts(rollouts)
+        for message, record in zip(others, records, strict=True):
+            self._waiting.append(_waiting(message, record))
             self._waiting_bytes += len(message.value or b"")
         self._take_waiting(ingest)
         held = {waiting.own for waiting in self._waiting}
         for place, end in ends.items():
             if place not in held:
                 self._at[place] = max(self._at.get(place, 0), end)
+
+    def _place(self, message: KafkaRecord) -> object:
+        """Write the place of a record if no process has written it; return the record if it is decoded."""
+        place = name_in_run(message.topic), message.partition
+        if place[0] not in PLACES or message.offset < self._placed.get(place, 0):
+            return None
+        self._placed[place] = message.offset + 1
+        return self._places.take(message, self._partitions)
 
     def _take_waiting(self, ingest: Ingest) -> None:
         """Write the records whose rollouts have been read, in order within each partition."""
@@ -242,11 +315,15 @@ class IndexWriter(Closing):
         db = self._ingest.db
         db.execute("begin immediate")
         try:
+            self._placed = self._positions(schema.PLACES)
             yield self._ingest
+            layers = {schema.PLACES: self._placed, self._layer: self._at}
             db.executemany(
-                "insert into positions values (?, ?, ?, 0, 0) on conflict do update set position = excluded.position",
-                [(*place, at) for place, at in self._at.items()],
+                "insert into positions (layer, topic, partition, position) values (?, ?, ?, ?)"
+                " on conflict do update set position = max(position, excluded.position)",
+                [(layer, *place, at) for layer, positions in layers.items() for place, at in positions.items()],
             )
+            self._places.finish()
             self._ingest.finish()
             db.execute("commit")
         except BaseException:
@@ -255,16 +332,14 @@ class IndexWriter(Closing):
             raise
 
 
-def _waiting(message: KafkaRecord) -> _Waiting:
-    """Decode a record that names rollouts, and note the position up to which `rollouts` must be read first."""
+def _waiting(message: KafkaRecord, record: object) -> _Waiting:
+    """Note the position up to which `rollouts` must be read before a record that names rollouts."""
     own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
-    if own[0] in ("journal", "batches"):
-        try:
-            record = decode_journal(message.value) if own[0] == "journal" else decode(message.value)
-        except RecordError:
-            return _Waiting(message, own, place, 0)
-        if isinstance(record, JournalRecord):
-            return _Waiting(message, own, (ROLLOUTS, record.partition), record.position, record)
-        if isinstance(record, TrainingBatch) and len(record.source_offsets):
-            return _Waiting(message, own, place, int(record.source_offsets.max()) + 1, record)
-    return _Waiting(message, own, place, 0)
+    if record is None and own[0] in ("journal", "batches"):
+        with suppress(RecordError):
+            record = decoded(message)
+    if isinstance(record, JournalRecord):
+        return _Waiting(message, own, (ROLLOUTS, record.partition), record.position, record)
+    if isinstance(record, TrainingBatch) and len(record.source_offsets):
+        return _Waiting(message, own, place, int(record.source_offsets.max()) + 1, record)
+    return _Waiting(message, own, place, 0, record)

@@ -23,6 +23,7 @@ from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENGINE, ENV, GROUP, LEARN
 from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.index.indexed_run import RolloutPlace, indexed_run
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
@@ -41,7 +42,6 @@ from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.report import write_report
-from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.tools.top import frame
 from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.catalogue import CATALOGUE, topic_name
@@ -341,8 +341,8 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
 
 def trace(config: RunConfig) -> LineageNode | None:
     """Return the lineage of a rollout of the newest batch that was trained on."""
-    with RunView(config.kafka, config.run) as view:
-        for step in reversed(view.steps):
+    with indexed_run(config) as view:
+        for step in reversed(view.steps()):
             for use in step.uses:
                 if use.use == "trained":
                     batch = view.batch(use.batch_id)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from rollstream.consumers.grouping.config import EXCLUSIONS, GroupingConfig
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
+from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.text_tables import command_text, printable, table
 from rollstream.pipeline.tools.exclusion_marks import (
     Exclusion,
@@ -30,7 +32,6 @@ from rollstream.pipeline.tools.exclusion_report import (
     tell_learners,
 )
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.pipeline.tools.run_view import IN_FLIGHT, SETTLED, UNREAD, RunView
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
@@ -104,15 +105,14 @@ def put_on_record(
     except DeadlineExceeded as error:
         # Learners leave out the batches that were cut so far, whenever the last partition reads its mark.
         late, configurations = error, partition_configurations(*where)
-    with RunView(config.kafka, config.run) as view:
-        report, generation = find(view, exclusion, partitions), newest(configurations).generation
-        if not dry_run:
-            tell_learners(view, report.batches, str(exclusion), generation)
-        if late is not None:
-            raise late
+    report, generation = find(config.kafka, config.run, exclusion, partitions), newest(configurations).generation
+    if not dry_run:
+        tell_learners(config.kafka, config.run, report.batches, str(exclusion), generation)
+    if late is not None:
+        raise late
+    with indexed_run(config) as view:
         name_steps(view, report)
-        report.skipped = view.skipped
-        return ExclusionOutcome(newest(configurations), report)
+    return ExclusionOutcome(newest(configurations), report)
 
 
 def settings_of(config: GroupingConfig) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """The report of an exclusion: fates of excluded rollouts, and the batches, steps and policy versions affected."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -8,14 +9,17 @@ from functools import partial
 from typing import Any
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.audit.topic_reading import read_batches, read_journal
+from rollstream.pipeline.index.indexed_run import IndexedRun, fates_in, oldest_snapshot
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.pipeline.tools.plain_values import decoded
-from rollstream.pipeline.tools.run_view import RunView
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
@@ -32,14 +36,15 @@ class ExclusionReport:
     dropped_along: int = 0
     """Rollouts dropped because another member of their group is excluded."""
     batches: list[dict[str, Any]] = field(default_factory=list)
-    """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that used or skipped them."""
+    """Batches that hold excluded rollouts; `name_steps` puts them into index order, and adds the steps that used or
+    skipped them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
     """For each learner, the steps that trained on these batches, and the first policy version published after them."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
     """Invalid records that were skipped."""
 
 
-def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
+def find(kafka: KafkaConfig, run: str, exclusion: Exclusion, partitions: int) -> ExclusionReport:
     """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts."""
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
@@ -47,28 +52,34 @@ def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionRepor
     with progress("partitions") as show:
         for partition in range(partitions):
             show(partition, partitions)
-            named.append(_named(view, partition, config))
-            fates = view.fates(partition, named[-1])
+            named.append(_named(kafka, run, partition, config))
+            # The index, which `name_steps` uses, names the skipped records of the journal.
+            unread = SkippedRecords(logged=False)
+            journal = [record for _offset, record in read_journal(kafka, run, partition, unread)]
+            read = range(journal[0].begin, journal[-1].position) if journal else range(0)
+            fates = fates_in(journal, read, named[-1], oldest_snapshot(journal))
             report.fates.update(
                 f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
             )
             details = journal_details(exclusion, named[-1])
             report.dropped_along += sum(
                 drop.offset not in named[-1] and drop.reason == "excluded" and drop.detail in details
-                for record in view.journal(partition)
+                for record in journal
                 for drop in record.drops
             )
         show(partitions, partitions)
-    report.batches = _batches(view, config, named)
+    report.batches = _batches(kafka, run, config, named, report.skipped)
     return report
 
 
-def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
+def tell_learners(
+    kafka: KafkaConfig, run: str, batches: Iterable[Mapping[str, Any]], reason: str, generation: int
+) -> None:
     """Name batches on `control`, so that learners leave them out from now on. Idempotent."""
-    topic = view.topic("control")
-    topic_admin.partitions_of(view.kafka, topic)  # raises an error that names the remedy if the topic is missing
+    topic = topic_name(run, "control")
+    topic_admin.partitions_of(kafka, topic)  # raises an error that names the remedy if the topic is missing
     remedy = "not every batch that learners must leave out is on record: run this again"
-    with Sender(clients.producer(view.kafka), remedy=remedy) as sender:
+    with Sender(clients.producer(kafka), remedy=remedy) as sender:
         for batch in batches:
             name = batch["batch_id"]
             value = encode(
@@ -77,8 +88,10 @@ def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: s
             sender.send(topic, value, encode_key("excluded", name), partition=0, name=f"the exclusion of batch {name}")
 
 
-def name_steps(view: RunView, report: ExclusionReport) -> None:
+def name_steps(view: IndexedRun, report: ExclusionReport) -> None:
     """Add to a report the steps that have used or skipped its batches, and the policy versions after these steps."""
+    entries = {batch["batch_id"]: view.entry(batch["batch_id"]) for batch in report.batches}
+    report.batches.sort(key=lambda batch: entry.offset if (entry := entries[batch["batch_id"]]) else sys.maxsize)
     for batch in report.batches:
         batch["uses"] = [
             {
@@ -88,9 +101,10 @@ def name_steps(view: RunView, report: ExclusionReport) -> None:
                 "reason": use.reason,
                 "policy_version": step.policy_version if step.policy_version >= 0 else None,
             }
-            for step, use in view.uses.get(batch["batch_id"], ())
+            for step, use in view.uses_of(batch["batch_id"])
         ]
     report.touched = _touched(view, report.batches)
+    report.skipped.merge(view.skipped)
 
 
 def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
@@ -104,13 +118,13 @@ def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
     return {clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names}
 
 
-def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
+def _named(kafka: KafkaConfig, run: str, partition: int, config: GroupingConfig) -> set[int]:
     """Return the offsets of the excluded rollouts of a partition."""
     offsets: set[int] = set()
     anywhere = config.exclude_environments or config.exclude_workers
     if not anywhere and all(OffsetRange.parse(text).partition != partition for text in config.exclude_offsets):
         return offsets
-    for message in view.rollout_messages([partition]):
+    for message in read_to_end(kafka, topic_name(run, "rollouts"), partitions=[partition]):
         offset = message.offset
         by_offset = config.excludes_offset(partition, offset)
         if not by_offset and not anywhere:
@@ -125,16 +139,17 @@ def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
     return offsets
 
 
-def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
+def _batches(
+    kafka: KafkaConfig, run: str, config: GroupingConfig, named: Sequence[set[int]], skipped: SkippedRecords
+) -> list[dict[str, Any]]:
     """Find batches that hold excluded rollouts. One excluded by worker is found only if `rollouts` still holds it."""
     held: dict[str, dict[str, Any]] = {}
     # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
-    for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
+    for batch in read_batches(kafka, run, skipped, isolation="read_uncommitted"):
         # A record that grouping did not write may name any partition.
         if batch.partition < len(named) and (summary := _summary(batch, config, named[batch.partition])):
             held[batch.batch_id] = summary
-    places = {name: place for place, name in enumerate(view.index)}
-    return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
+    return list(held.values())
 
 
 def _summary(batch: TrainingBatch, config: GroupingConfig, named: Set[int]) -> dict[str, Any] | None:
@@ -153,17 +168,18 @@ def _summary(batch: TrainingBatch, config: GroupingConfig, named: Set[int]) -> d
     return {"batch_id": batch.batch_id, "excluded": excluded, "rollouts": len(batch), "uses": []}
 
 
-def _touched(view: RunView, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _touched(view: IndexedRun, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each learner, the steps that trained on these batches, and the first policy version affected."""
     steps: dict[str, set[int]] = {}
     for batch in batches:
         for use in batch["uses"]:
             if use["use"] == "trained":
                 steps.setdefault(use["learner"], set()).add(use["step"])
-    touched = []
-    for learner, numbers in sorted(steps.items()):
-        versions = [v for v, m in view.policies.items() if m.learner == learner and m.step >= min(numbers)]
-        touched.append(
-            {"learner": learner, "steps": sorted(numbers), "first_policy_version": min(versions, default=None)}
-        )
-    return touched
+    return [
+        {
+            "learner": learner,
+            "steps": sorted(numbers),
+            "first_policy_version": view.first_version_after(learner, min(numbers)),
+        }
+        for learner, numbers in sorted(steps.items())
+    ]

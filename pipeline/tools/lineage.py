@@ -12,21 +12,13 @@ from typing import Any
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.fates import SETTLED
+from rollstream.pipeline.index.indexed_run import Fate, IndexedRun, RolloutPlace, StepUse, indexed_run
 from rollstream.pipeline.text_tables import printable
-from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
-from rollstream.pipeline.tools.run_view import (
-    SETTLED,
-    Fate,
-    RecordedRun,
-    RolloutPlace,
-    SearchableRun,
-    StepUse,
-    batch_on_log,
-)
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED
-from rollstream.topics.offset_ranges import to_ranges
+from rollstream.topics.offset_ranges import spans_of, to_ranges
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 
 _LOST = "a batch that the log does not hold where the index says"
@@ -74,12 +66,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     subject.add_argument("--batch", metavar="ID", help="a batch")
     subject.add_argument("--step", type=int, metavar="N", help="a learner's step")
     subject.add_argument("--policy", type=int, metavar="V", help="a policy version")
-    add_index_flag(parser)
 
 
 def lineage(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the trees of the records that the flags name."""
-    with view_of(config, args) as view:
+    with indexed_run(config) as view:
         trees = lineage_trees(view, args)
         if args.json:
             print(compact([tree.as_dict() for tree in trees]))
@@ -89,7 +80,7 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
 
 
-def lineage_trees(view: SearchableRun, args: argparse.Namespace) -> list[LineageNode]:
+def lineage_trees(view: IndexedRun, args: argparse.Namespace) -> list[LineageNode]:
     """Return the trees of the records that the flags name. Raises TopicError if a record does not exist."""
     if args.rollout is not None:
         places = view.places_of(args.rollout)
@@ -124,12 +115,12 @@ def parse_place(text: str) -> RolloutPlace:
 # ---------------------------------------------------------------------- from a record of rollouts
 
 
-def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
+def record_lineage(view: IndexedRun, place: RolloutPlace) -> LineageNode:
     """Return the lineage of a record of `rollouts`: the version that sampled it, its group, its fate and its batch."""
     message = view.record("rollouts", *place)
     record = decoded(message.value)
     node = LineageNode(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp_ms)})
-    fate = view.fates(place.partition, {place.offset})[place.offset]
+    fate = view.fate(place)
     if isinstance(record, Rollout):
         node.facts |= {
             "environment": record.environment,
@@ -138,7 +129,7 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
             "tokens": len(record.tokens),
         }
         node.children.append(_sampler(view, record))
-    batch = view.batch_of(place, fate) if fate.name == BATCHED else None
+    batch = view.batch_of(place, fate)
     node.children.append(fate_node(view, place, fate, batch))
     generation = fate.generation if batch is None else batch.generation
     if generation >= 0:
@@ -146,7 +137,7 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
     return node
 
 
-def _configuration(view: RecordedRun, partition: int, generation: int) -> LineageNode:
+def _configuration(view: IndexedRun, partition: int, generation: int) -> LineageNode:
     """Return the node of the grouping configuration under which a record's fate was decided, or a batch was cut."""
     return LineageNode(
         "configuration", f"of generation {generation}", {**view.configuration(partition, generation).facts}
@@ -163,7 +154,7 @@ def _name_of(record: Any) -> tuple[str, str]:
     return "record", "of an unknown type"
 
 
-def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:
+def _sampler(view: IndexedRun, rollout: Rollout) -> LineageNode:
     versions = {rollout.lowest_version, rollout.highest_version}
     facts: dict[str, Any] = {"worker": rollout.metadata.worker_id} if rollout.metadata.worker_id else {}
     if len(versions) > 1:
@@ -175,7 +166,7 @@ def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:
     return node
 
 
-def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
+def fate_node(view: IndexedRun, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
     """Return the node of a record's fate; `batch` is the batch that carries the record, if any."""
     if fate.name == DROPPED and fate.drop is not None:
         return LineageNode(
@@ -210,7 +201,7 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
 # ---------------------------------------------------------------------- batches, steps, policies
 
 
-def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
+def batch_lineage(view: IndexedRun, batch: TrainingBatch) -> LineageNode:
     """Return the lineage of a batch: offsets, sampling versions, and steps that used or skipped it."""
     node = _batch(view, batch)
     node.facts |= {
@@ -223,27 +214,27 @@ def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
     return node
 
 
-def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
+def step_lineage(view: IndexedRun, step: LearnerStep) -> LineageNode:
     """Return the lineage of a learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
         code = {"code": use.code} if use.code else {}
         child = LineageNode("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
         if step.input_run == view.run and view.entry(use.batch_id) is not None:
-            batch = batch_on_log(view, use.batch_id)
+            batch = view.batch_on_log(use.batch_id)
             child.children.append(LineageNode("cut_from", _LOST) if batch is None else _sources(batch))
         node.children.insert(-1 if node.children else 0, child)
     return node
 
 
-def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
+def policy_lineage(view: IndexedRun, manifest: PolicyManifest) -> LineageNode:
     """Return the lineage of a policy version: the step that made it, and the batches with rollouts that it sampled."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest)]
     rollouts: Counter[str] = Counter()
     lost = []
     for entry in view.entries_with(manifest.version):
-        batch = batch_on_log(view, entry.batch_id)
+        batch = view.batch_on_log(entry.batch_id)
         if batch is None:
             lost.append(entry.batch_id)
             continue
@@ -263,7 +254,7 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
     return {"published_after_step": f"{manifest.learner}/{manifest.step}"}
 
 
-def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
+def _batch(view: IndexedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
     """Return the node of a batch with the steps that used or skipped any of its rows, or only the given row."""
     facts: dict[str, Any] = {"rollouts": len(batch)}
     indexed = view.entry(batch.batch_id)
@@ -277,7 +268,7 @@ def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> L
     return LineageNode("batch", batch.batch_id, facts, uses or [LineageNode("step", "none yet")])
 
 
-def _use(view: RecordedRun, use: StepUse) -> LineageNode:
+def _use(view: IndexedRun, use: StepUse) -> LineageNode:
     node = _step(view, use.step)
     rows = {"rows": use.use.rows} if use.use.row_numbers else {}
     again = {"again": "yes"} if use.use.again else {}
@@ -286,7 +277,7 @@ def _use(view: RecordedRun, use: StepUse) -> LineageNode:
     return node
 
 
-def _step(view: RecordedRun, step: LearnerStep) -> LineageNode:
+def _step(view: IndexedRun, step: LearnerStep) -> LineageNode:
     facts: dict[str, Any] = {"parameters": step.params_digest[:12]} if step.params_digest else {}
     node = LineageNode("step", f"{step.learner}/{step.step}", facts)
     manifest = view.policy(step.policy_version)
@@ -298,8 +289,8 @@ def _step(view: RecordedRun, step: LearnerStep) -> LineageNode:
 
 
 def _sources(batch: TrainingBatch) -> LineageNode:
-    runs = to_ranges(sorted(batch.source_offsets.tolist())).tolist()
-    spans = [f"{first}" if count == 1 else f"{first}-{first + count - 1}" for first, count in _pairs(runs)]
+    runs = spans_of(to_ranges(batch.source_offsets.tolist()))
+    spans = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
     environments = Counter(batch.groups[g].environment for g in batch.group_index.tolist())
     versions = Counter(f"version {batch.groups[g].policy_version}" for g in batch.group_index.tolist())
     return LineageNode(
@@ -307,7 +298,3 @@ def _sources(batch: TrainingBatch) -> LineageNode:
         f"rollouts[{batch.partition}]",
         {"offsets": spans, "environments": dict(environments), "sampled_by": dict(versions)},
     )
-
-
-def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:
-    return zip(runs[::2], runs[1::2], strict=True)

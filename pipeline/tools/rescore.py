@@ -15,6 +15,7 @@ from typing import Any
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.pipeline.audit.process_pool import spread
+from rollstream.pipeline.audit.topic_reading import read_steps
 from rollstream.pipeline.batch_run import prepare, write_index
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
@@ -30,10 +31,12 @@ from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.text_tables import command_text, printable, table
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.pipeline.tools.run_view import RunView
 from rollstream.producers.verifier_pool import VerifierPool
 from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch
 
 _ROWS = 20
@@ -126,25 +129,25 @@ def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: ScoredRun) -> RescoringReport:
     corrected = _corrected(config, rescoring, scored)
-    with RunView(config.kafka, config.run) as view:
-        policies = read_policies(config.kafka, config.run, none_whole, logged=False)
-        learners = consequences(view.steps, policies.by_version.values(), config.run, corrected.batches)
-        report = RescoringReport(rescoring, scored.rollouts, corrected, learners, into=args.into)
-        name = args.learner or config.learner.name
-        report.fork_step = _fork_step(config, name, learners)
-        taken: TakenRows = {}
-        if report.fork_step is not None:
-            report.fork_command = _fork_command(config, args, report.fork_step)
-            taken = taken_until(view.steps, config.run, name, report.fork_step)
-        if args.into is not None:
-            taken = {**taken, **_excluded(view)}
-            partitions = topic_admin.partitions_of(config.kafka, view.topic("rollouts"))
-            prepare(config.kafka, config.run, args.into, replace(config.topics, partitions=partitions))
-            entries = _corrected(config, rescoring, scored, args.into, taken).entries
-            write_index(config.kafka, args.into, entries)
-            report.batches_written = len(entries)
-        corrected.skipped.merge(view.skipped)
-        corrected.skipped.merge(policies.skipped)
+    skipped, policies = SkippedRecords(logged=False), read_policies(config.kafka, config.run, none_whole, logged=False)
+    steps = read_steps(config.kafka, config.run, skipped)
+    learners = consequences(steps, policies.by_version.values(), config.run, corrected.batches)
+    report = RescoringReport(rescoring, scored.rollouts, corrected, learners, into=args.into)
+    name = args.learner or config.learner.name
+    report.fork_step = _fork_step(config, name, learners)
+    taken: TakenRows = {}
+    if report.fork_step is not None:
+        report.fork_command = _fork_command(config, args, report.fork_step)
+        taken = taken_until(steps, config.run, name, report.fork_step)
+    if args.into is not None:
+        taken = {**taken, **_excluded(config, skipped)}
+        partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
+        prepare(config.kafka, config.run, args.into, replace(config.topics, partitions=partitions))
+        entries = _corrected(config, rescoring, scored, args.into, taken).entries
+        write_index(config.kafka, args.into, entries)
+        report.batches_written = len(entries)
+    corrected.skipped.merge(skipped)
+    corrected.skipped.merge(policies.skipped)
     return report
 
 
@@ -165,10 +168,11 @@ def _corrected(
     return whole
 
 
-def _excluded(view: RunView) -> TakenRows:
+def _excluded(config: RunConfig, skipped: SkippedRecords) -> TakenRows:
     """Return the batches that learners leave out, so that the new batches leave out their rollouts."""
-    messages = (message for message in view.messages("control") if codec.kind_of(message.value) == "ExcludedBatch")
-    return {record.batch_id: () for _message, record in view.skipped.records(ExcludedBatch, messages)}
+    control = read_to_end(config.kafka, topic_name(config.run, "control"))
+    messages = (message for message in control if codec.kind_of(message.value) == "ExcludedBatch")
+    return {record.batch_id: () for _message, record in skipped.records(ExcludedBatch, messages)}
 
 
 # ---------------------------------------------------------------------- fork

@@ -13,13 +13,11 @@ from typing import Any
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
 from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_place
-from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
-from rollstream.pipeline.tools.run_view import RolloutPlace, SearchableRun
 from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.fates import BATCHED
 from rollstream.topics.records import Rollout, TrainingBatch
 
 
@@ -48,12 +46,11 @@ def register(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="show the advantage as colour (default: %(default)s)",
     )
-    add_index_flag(parser)
 
 
 def show(config: RunConfig, args: argparse.Namespace) -> int:
     """Print every rollout with a uid, or the rollout at an offset."""
-    with view_of(config, args) as view:
+    with indexed_run(config) as view:
         places = [parse_place(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
         if not places:
             raise TopicError(
@@ -82,13 +79,13 @@ def _is_place(text: str) -> bool:
     return bool(colon) and partition.isdecimal() and offset.isdecimal()
 
 
-def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
+def _details(view: IndexedRun, place: RolloutPlace) -> RolloutDetails:
     message = view.record("rollouts", *place)
     rollout = decoded(message.value)
     if not isinstance(rollout, Rollout):
         raise TopicError(f"rollouts[{place.partition}] has no rollout at offset {place.offset}; try `rollstream cat`")
-    fate = view.fates(place.partition, {place.offset})[place.offset]
-    batch = view.batch_of(place, fate) if fate.name == BATCHED else None
+    fate = view.fate(place)
+    batch = view.batch_of(place, fate)
     group, advantage = batch_group(batch, place) if batch is not None else ([], None)
     return RolloutDetails(place, message.timestamp_ms, rollout, advantage, group, fate_node(view, place, fate, batch))
 

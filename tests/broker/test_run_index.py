@@ -8,9 +8,9 @@ import pytest
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import RolloutPlace, indexed_run
 from rollstream.pipeline.index.run_index import GroupFilter, RolloutFilter, RunIndex
 from rollstream.pipeline.tools.lineage import record_lineage
-from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import TrainingBatch
 from tests.support.planted import Planted, plant
@@ -75,7 +75,7 @@ def test_a_trained_rollout_has_its_batch_step_advantage_and_lineage(planted: Pla
     assert details["tokens"]["mask"] == [0, 0, 0, 1, 1, 1]
     assert details["tokens"]["logprobs"] == [None, None, None, -0.5, -1.0, -1.5]
     assert details["tokens"]["advantages"][3:] == [row["advantage"]] * 3
-    with RunView(planted.run.kafka, planted.run.name) as view:
+    with indexed_run(config_of(planted)) as view:
         assert details["lineage"] == [record_lineage(view, place).as_dict()]
 
 

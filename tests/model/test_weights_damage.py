@@ -23,7 +23,8 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.rollback import roll_back
-from rollstream.pipeline.tools.run_view import RunView
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import JsonFormatter
@@ -212,6 +213,6 @@ def test_a_step_that_is_executed_again_after_a_rollback_to_it_keeps_its_version(
     visible_manifests(run, 3)
     with StepRecorder(LearnerConfig(), run.kafka, run.name, "{}") as recorder:
         assert [record(recorder, step) for step in (1, 2, 3)] == [1, 2, 4]
-    with RunView(run.kafka, run.name) as view:
-        sources = {version: [step.step for step in view.steps_before(view.policies[version])] for version in (1, 3, 4)}
-        assert sources == {1: [1], 3: [1], 4: [3]}
+    with indexed_run(RunConfig(run=run.name, kafka=run.kafka, data_dir=run.directory)) as view:
+        manifests = [manifest for version in (1, 3, 4) if (manifest := view.policy(version))]
+        assert [[step.step for step in view.steps_before(manifest)] for manifest in manifests] == [[1], [1], [3]]

@@ -2,14 +2,22 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from rollstream.pipeline.index.log_source import ROLLOUTS, Positions
+from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index import schema
+from rollstream.pipeline.index.indexed_run import IndexedRun
+from rollstream.pipeline.index.log_source import ROLLOUTS, IndexSource, Positions
+from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
+from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import to_ranges
@@ -297,7 +305,7 @@ class ListedLog:
         return {"run": self.run}
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
-        return {place: (0, len(records)) for place, records in self._records.items()}
+        return {place: (0, records[-1].offset + 1) for place, records in self._records.items()}
 
     def begin(self, positions: Positions) -> None:
         self._at = {place: positions.get(place, 0) for place in self._records}
@@ -307,37 +315,46 @@ class ListedLog:
         polled: list[KafkaRecord] = []
         for place, records in self._records.items():
             if (place[0] == ROLLOUTS) is rollouts:
-                portion = records[self._at[place] :][: min(self._portion(), most - len(polled))]
-                self._at[place] += len(portion)
+                first = bisect_left(records, self._at[place], key=lambda record: record.offset)
+                portion = records[first:][: min(self._portion(), most - len(polled))]
+                self._at[place] = portion[-1].offset + 1 if portion else self._at[place]
                 polled += portion
         return polled
 
     def ends(self) -> Positions:
-        return {place: at for place, at in self._at.items() if at == len(self._records[place])}
+        return {place: at for place, at in self._at.items() if at > self._records[place][-1].offset}
+
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        for record in self._records.get((name, partition), ()):
+            if record.offset == offset:
+                return record
+        raise TopicError(f"{name}[{partition}] holds no record at offset {offset}")
+
+    def messages(self, name: str, partition: int, start: int) -> Iterator[KafkaRecord]:
+        return (record for record in self._records.get((name, partition), ()) if record.offset >= start)
 
     def close(self) -> None:
         self._at = {}
 
 
-class EndlessLog:
+@contextmanager
+def indexed(directory: Path, source: IndexSource, commit_records: int = 0) -> Iterator[IndexedRun]:
+    """Add the new places of a log to its index, and yield its run."""
+    path = directory / "index.sqlite"
+    with IndexWriter(path, source, schema.PLACES, commit_records=commit_records) as writer:
+        writer.catch_up()
+    with closing(sqlite_files.reader(path)) as db:
+        yield IndexedRun(db, source)
+
+
+class EndlessLog(ListedLog):
     """A log that is made while it is read, for measurements with more records than memory should hold."""
 
-    kind = "topics"
-    run = RUN
-
     def __init__(self, chunks: Iterator[Chunk]) -> None:
+        super().__init__(())
         self._chunks = chunks
         self._rollouts: list[KafkaRecord] = []
         self._others: list[KafkaRecord] = []
-
-    def identity(self) -> dict[str, str]:
-        return {"run": self.run}
-
-    def bounds(self) -> Mapping[Place, tuple[int, int]]:
-        return {}
-
-    def begin(self, positions: Positions) -> None:
-        del positions
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
         del wait_s
@@ -348,9 +365,6 @@ class EndlessLog:
         held = self._rollouts if rollouts else self._others
         polled, held[:] = held[:most], held[most:]
         return polled
-
-    def ends(self) -> Positions:
-        return {}
 
     def close(self) -> None:
         self._rollouts, self._others = [], []

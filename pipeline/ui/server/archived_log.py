@@ -6,7 +6,7 @@ from itertools import chain, islice
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.index.log_source import ArchiveSource
 from rollstream.pipeline.run.observed_log import OBSERVED
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.kafka.records import KafkaRecord, Place
 
 
@@ -32,8 +32,10 @@ class ArchivedLog:
 
     def begin(self, starts: Mapping[Place, int]) -> None:
         """Read from the beginning, because an archive is read file by file; records before a start are skipped."""
-        records = chain.from_iterable(map(self._source.messages, OBSERVED))
-        self._records = (r for r in records if r.offset >= starts.get((r.topic, r.partition), 0))
+        places = sorted(self._first, key=lambda place: (OBSERVED.index(name_in_run(place[0])), place[1]))
+        self._records = chain.from_iterable(
+            self._source.messages(name_in_run(topic), p, starts.get((topic, p), 0)) for topic, p in places
+        )
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
         """Return up to `most` records, without waiting."""

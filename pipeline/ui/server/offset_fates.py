@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from rollstream.pipeline.audit.ledger import LiveLedger
+from rollstream.pipeline.index.fates import IN_FLIGHT, UNREAD
 from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from rollstream.topics.offset_ranges import OffsetRange
 
-IN_FLIGHT, UNREAD = "in_flight", "unread"
 FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 
 

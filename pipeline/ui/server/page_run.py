@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from rollstream.pipeline import lasting_changes, steering
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.tools.ledger import live_ledger
-from rollstream.pipeline.tools.run_view import RolloutPlace
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
 from rollstream.pipeline.ui.server.background import Background
 from rollstream.pipeline.ui.server.index_filling import IndexFilling

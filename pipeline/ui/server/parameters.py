@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollstream.pipeline.tools.run_view import RolloutPlace
+from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.ui.server.answers import UnusableParameter
 from rollstream.topics.errors import ConfigurationError
 

@@ -13,7 +13,7 @@ from rollstream.consumers.batch_reader import ReadBatch
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools.looked_up_run import index_file
+from rollstream.pipeline.index.writer import index_file
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
@@ -92,7 +92,6 @@ class LogGrowth:
         sqlite_files.remove(index_file(RunConfig(run=self._run.name, data_dir=self._run.directory)))
         yield _Question("lineage, first", lineage, 1)
         yield _Question("lineage", lineage, 0)
-        yield _Question("lineage, no index", (*lineage, "--without-index"), 1)
         yield _Question("cat of one", ("cat", "rollouts", "-p", "0", "-o", "100", "-c", "1"), 0)
         if archives:
             folder = str(self._run.directory / "archive")

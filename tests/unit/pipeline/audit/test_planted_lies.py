@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.ledger.proof import Books
 from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.tools.lineage import lineage_trees
-from rollstream.pipeline.tools.run_view import RunView
 from rollstream.topics.codec import encode
 from rollstream.topics.fates import BATCHED
 from rollstream.topics.offset_ranges import to_ranges
@@ -669,7 +671,7 @@ def by_lineage(world: World, subject: tuple[str, object]) -> str:
     flags = {**dict.fromkeys(("rollout", "offset", "batch", "step", "policy")), subject[0]: subject[1]}
 
     def lines() -> list[str]:
-        with RunView(KAFKA, RUN) as view:
+        with TemporaryDirectory() as data, indexed_run(RunConfig(run=RUN, kafka=KAFKA, data_dir=Path(data))) as view:
             return [line for tree in lineage_trees(view, Namespace(**flags)) for line in tree.lines()]
 
     return "\n".join(world.result_of(lines))

@@ -3,7 +3,14 @@
 import contextlib
 import itertools
 import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+from contextlib import closing
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.pipeline.audit.place_index import finished_spans, portions
+from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index.places import finished_spans
 from rollstream.topics.codec import decode, encode, framed_for_registry, leading_text, schemas
 from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import BATCHED, CONTROL, DROPPED
-from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import FinishedOffsets
+from tests.support.index_logs import ListedLog, MadeRun, indexed
+
+TABLES = ("places", "finished", "journals", "entries", "steps", "uses", "policies")
 
 
 def test_every_schema_of_a_rollout_begins_with_its_uid() -> None:
@@ -56,7 +66,43 @@ def test_spans_hold_each_finished_offset_once_whatever_its_fate(fates: dict[int,
     assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(spans))
 
 
-def test_a_portion_counts_all_bytes_of_the_records_that_it_holds() -> None:
-    large = b"v" * 24 * 1024 * 1024
-    messages = [KafkaRecord("main.rollouts", 0, n, 0, large, None, (("name", large),)) for n in range(4)]
-    assert [len(portion) for portion in portions(messages, 100)] == [2, 2]
+def fill_until_killed(directory: Path, transactions: int) -> None:
+    """Add places to an index; kill -9 before the n-th transaction that writes records is committed."""
+    left = transactions
+
+    def trace(statement: str) -> None:
+        nonlocal left
+        left -= statement.startswith("insert into positions")
+        if statement == "commit" and left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    create = sqlite_files.create
+
+    def traced(*arguments: Any) -> sqlite3.Connection:
+        db = create(*arguments)
+        db.set_trace_callback(trace)
+        return db
+
+    sqlite_files.create = traced
+    with indexed(directory, log(), commit_records=5):
+        pass
+
+
+def log() -> ListedLog:
+    run = MadeRun(groups=2)
+    return ListedLog([record for _ in range(3) for record in run.chunk()], lambda: 5)
+
+
+def test_an_index_whose_process_is_killed_while_it_fills_it_goes_on_where_it_committed(tmp_path: Path) -> None:
+    starting = multiprocessing.get_context("spawn")
+    for transactions in (1, 2, 3):
+        child = starting.Process(target=fill_until_killed, args=(tmp_path / "killed", transactions))
+        child.start()
+        child.join(300)
+        assert child.exitcode == -signal.SIGKILL
+    contents = []
+    for directory in (tmp_path / "killed", tmp_path / "whole"):
+        with indexed(directory, log()), closing(sqlite_files.reader(directory / "index.sqlite")) as db:
+            contents.append([db.execute(f"select * from {table}").fetchall() for table in TABLES])
+    assert contents[0] == contents[1]
+    assert all(rows for rows, table in zip(contents[0], TABLES, strict=True) if table != "policies")
