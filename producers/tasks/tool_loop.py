@@ -6,12 +6,13 @@ It knows an address, a key and a model, and nothing of tokens, groups or version
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from rollstream.producers.environment import Endpoint
 from rollstream.topics.errors import RollstreamError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _UNREADABLE = re.compile(r"[^ -~\n]")
 
@@ -34,6 +35,8 @@ async def converse(
     Returns that reply; empty if the conversation became too long for the policy, or it had no turns left. Raises
     PolicyUnreachable if the address gives no answer.
     """
+    import aiohttp  # Imported here, because a learner loads environments, too, and aiohttp reads all certificates.
+
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as session:
         for _ in range(turns):
@@ -51,8 +54,10 @@ async def converse(
     return ""
 
 
-async def _ask(session: aiohttp.ClientSession, base_url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+async def _ask(session: "aiohttp.ClientSession", base_url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the policy's message; None if the conversation has become too long for the policy."""
+    import aiohttp
+
     try:
         async with session.post(f"{base_url}/chat/completions", json=body) as response:
             text = await response.text()

@@ -1,4 +1,4 @@
-"""Modules of the consumers that tools and servers import do not import JAX; threads are set before JAX is imported."""
+"""What processes do not import: JAX in tools and servers, an HTTP client in a learner; threads are set before JAX."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ JAX_FREE = (
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**{k: v for k, v in os.environ.items() if k != "NPROC"}, "PYTHONPATH": str(ROOT), **environment}
+    env = {**{k: v for k, v in os.environ.items() if k != "NPROC"}, "PYTHONPATH": str(ROOT / "src"), **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -65,3 +65,9 @@ def test_threads_are_set_before_jax_is_imported() -> None:
 def test_threads_that_come_too_late_are_an_error_and_the_same_ones_are_fine() -> None:
     result = python(f"import jax; {PREPARE}; p(c(threads=3)); p(c(threads=4))", NPROC="3")
     assert "JAX is already imported and learner.threads 4 cannot take effect" in result.stderr
+
+
+def test_a_learner_loads_environments_without_an_http_client() -> None:
+    learner = "import rollstream.pipeline.roles.learn, rollstream.consumers.learner.learner"
+    result = python(f"import sys; {learner}; sys.exit('aiohttp' in sys.modules)")
+    assert result.returncode == 0, result.stderr
