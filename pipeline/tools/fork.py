@@ -31,6 +31,7 @@ from rollstream.topics.forked_learners import write_fork
 from rollstream.topics.kafka import clients
 from rollstream.topics.named_records import write_named
 from rollstream.topics.records import ForkedLearner, LearnerStep
+from rollstream.topics.steering import desired_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,13 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
         print(
             f"note: rollouts that the buffer of learner {source} held at step "
             f"{forked.record.step} are not in the fork, which begins with the next batch",
+            file=sys.stderr,
+            flush=True,
+        )
+    if args.partitions and not desired_state(config.kafka, config.run).drained:
+        print(
+            f"note: run {config.run} is not drained, and the fork trains on rollouts of its own; to leave none behind, "
+            f"end run {config.run} with `rollstream steer stop --drain`, and then fork its last step",
             file=sys.stderr,
             flush=True,
         )

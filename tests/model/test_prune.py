@@ -27,7 +27,8 @@ from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.records import BatchUse, DrainRequest, LearnerStep, PolicyManifest
+from rollstream.topics.steering import DONE, DRAIN, WANTED, write
 from tests.support.batches import random_batch, send_batches
 from tests.support.command_line import answer_of
 from tests.support.ledgers import in_both_forms
@@ -234,6 +235,21 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     assert rollstream(run, "learner", "resume", "gone").returncode == 0
     assert learners_of(run) == before
     StepLog(run.kafka, run.name, "gone", take_over=True).close()
+
+
+def test_a_fork_with_other_partitions_says_if_the_old_run_is_not_drained(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(2)])
+    learn(run, "main", 2)
+    end = next(read_to_end(run.kafka, run.topic("batch-index"))).offset + 1
+    directory = f"learner.checkpoint.directory={checkpoint(run, 'main', end)}"
+    words = ("fork", "--from-step", "1", "--learner", "main", "--set", directory)
+    assert "is not drained" not in rollstream(run, *words, "--into", run.beside("same").name).stderr
+    for drains, notes in (({WANTED: DrainRequest(wall_time=1.0)}, 1), ({DONE: DrainRequest(wall_time=1.0)}, 0)):
+        write(run.kafka, run.name, DRAIN, drains)
+        forked = rollstream(run, *words, "--into", run.beside(f"fork{notes}").name, "--partitions", "3")
+        assert forked.returncode == 0, forked.stderr
+        assert forked.stderr.count(f"note: run {run.name} is not drained") == notes
 
 
 @pytest.mark.long
