@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from rollstream.consumers.buffers.slices.options import EpisodeOptions, SizedSliceOptions
+from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
@@ -261,7 +261,7 @@ def test_after_a_kill_at_any_write_every_episode_is_whole_on_its_side(
     journal_bytes: int,
 ) -> None:
     """Before the record is added again, records of another partition are, and may replace the journals."""
-    monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", journal_bytes)
+    monkeypatch.setattr(journals, "LEAST_BYTES", journal_bytes)
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # A kill loses no write.
     written, writes = os.pwrite, 0
 
