@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from rollstream.consumers.archive.manifest import LOG
@@ -17,7 +18,7 @@ from rollstream.topics import codec
 from rollstream.topics.catalogue import spec_of, topic_name
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord, size_of
-from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, Rollout, TrainingBatch
+from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
 
 if TYPE_CHECKING:
@@ -204,25 +205,27 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
 """Columns whose values repeat too rarely for a dictionary."""
 
-_OF_FILE = 3
-"""Number of columns whose values are the same in the whole file: run, environment and date."""
-_SMALL = {
-    name: [(at, field.name) for at, field in enumerate(list(schema)[_OF_FILE:]) if field.type == pa.int32()]
+_OF_FILE = ("run", "date")
+"""Columns whose values are the same in the whole file."""
+INT32_COLUMNS = {
+    name: [field.name for field in schema if field.type == pa.int32() and field.name != "partition"]
     for name, schema in SCHEMAS.items()
 }
-"""Indices and names of the columns with 32 bits; integers in records have 64 bits."""
+"""Columns with 32 bits; integers in records have 64 bits."""
 _LAST_DAY = 2_932_896
 """9999-12-31, the last valid date."""
+LARGE_VALUE_BYTES = 4096
+"""Mean size from which copying values costs more than a chunk for each of them."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
 PIECE_BYTES = 4 * 1024 * 1024
 """Bytes of a file that are decoded at once."""
 _MOST_RECORDS = 500
 """Maximum number of records of the log that are decoded at once."""
 
-Row = tuple[Any, ...]
-"""Values in the order of a table's schema, from `topic` on; run, environment and date come from the file."""
-Rows = Iterator[tuple[str, str, Row]]
-"""Table, environment and row."""
+Row = dict[str, Any]
+"""Values by column, and possibly others; run and date come from the file."""
+Rows = Iterator[tuple[str, Row]]
+"""Table and row."""
 
 
 @cache
@@ -236,10 +239,37 @@ def date_at(timestamp_ms: int) -> str:
     return date_of(min(max(timestamp_ms, 0) // 86_400_000, _LAST_DAY))
 
 
-def log_row(entry: ArchivedRecord) -> Row:
-    """Return the row of a record in `log`."""
-    headers = None if entry.headers is None else [{"name": name, "value": value} for name, value in entry.headers]
-    return (*entry[:4], codec.kind_of(entry.value), entry.key, entry.value, headers)
+def log_table(run: str, entries: Sequence[ArchivedRecord]) -> pa.Table:
+    """Build the table `log` of consecutive records of a partition."""
+    topics, partitions, offsets, times, keys, values, headers = zip(*entries, strict=True)
+    columns = {
+        "run": pa.repeat(run, len(entries)),
+        "environment": pa.repeat("", len(entries)),
+        "date": pa.repeat(date_at(times[0]), len(entries)),
+        "topic": topics,
+        "partition": partitions,
+        "offset": offsets,
+        "timestamp_ms": times,
+        "kind": [codec.kind_of(value) for value in values],
+        "key": keys,
+        "value": _uncopied(values),
+        "headers": headers,
+    }
+    return pa.table(columns, SCHEMAS[LOG])
+
+
+def _uncopied(values: Sequence[bytes | None]) -> pa.Array | pa.ChunkedArray:
+    """Return a binary column; if its values are large, each is a chunk that refers to the bytes object."""
+    sizes = [-1 if value is None else len(value) for value in values]
+    if sum(sizes) < LARGE_VALUE_BYTES * len(sizes):
+        return pa.array(values, pa.binary())
+    offsets = pa.py_buffer(np.array([(0, size) for size in sizes], "<i4"))
+    return pa.chunked_array(
+        pa.nulls(1, pa.binary())
+        if value is None
+        else pa.Array.from_buffers(pa.binary(), 1, [None, offsets, pa.py_buffer(value)], offset=2 * at)
+        for at, value in enumerate(values)
+    )
 
 
 def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
@@ -251,158 +281,136 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
     if kind is None and entry.value is not None and not bytes_belong:
         raise RecordError("its kind of record is unknown")
     make = _MAKERS.get(kind or "")
-    if make is None:
+    if make is None or entry.value is None:
         return
     try:
-        record = codec.decode(entry.value)
+        record = _rollout_fields(entry.value) if kind == "Rollout" else codec.decode(entry.value)
     except RecordError:
         if bytes_belong:
             return
         raise
     if isinstance(record, TrainingBatch) and (problems := batch_problems(record)):
         raise RecordError(problems[0])
-    for table, environment, row in make(entry, record, arrays):
-        for at, column in _SMALL[table]:
-            if not -(2**31) <= row[at] < 2**31:
-                raise RecordError(f"{column} {row[at]} does not fit into the 32 bits of its column")
-        yield table, environment, row
+    place = {
+        "topic": entry.topic,
+        "partition": entry.partition,
+        "offset": entry.offset,
+        "timestamp_ms": entry.timestamp_ms,
+    }
+    for table, row in make(place, record, arrays):
+        for column in INT32_COLUMNS[table]:
+            if not -(2**31) <= row[column] < 2**31:
+                raise RecordError(f"{column} {row[column]} does not fit into the 32 bits of its column")
+        yield table, row
 
 
-def _rollout(entry: ArchivedRecord, r: Rollout, arrays: bool) -> Rows:
-    if entry.topic not in ("rollouts", "evals"):
+def _rollout_fields(value: bytes) -> dict[str, Any]:
+    """Return the fields of a rollout as `codec.decode_fields` does. Raises RecordError as `codec.decode` does."""
+    fields = codec.decode_fields(value)
+    mask = fields["loss_mask"]
+    if mask.translate(None, b"\0\1") or any(len(fields[name]) % 4 for name in ("tokens", "logprobs", "token_rewards")):
+        codec.decode(value)  # raises the error of the array
+    return fields
+
+
+def _rollout(place: Row, r: Row, arrays: bool) -> Rows:
+    if place["topic"] not in ("rollouts", "evals"):
         return  # Other topics have rollouts that wait for their reward or were refused.
-    place, environment, about, table = entry[:4], r.environment, r.metadata, entry.topic
-    row = (
-        *place,
-        r.uid,
-        r.example_id,
-        r.policy_version,
-        r.group_id,
-        r.group_size,
-        r.lowest_version,
-        r.highest_version,
-        r.episode_uid,
-        r.branch,
-        r.branches,
-        r.reward,
-        list(r.reward_components.items()),
-        r.truncated,
-        len(r.tokens),
+    turns, length = r["turns"], len(r["tokens"]) // 4
+    r |= place
+    r |= r["metadata"]
+    r |= r["sampling"]
+    r |= {
+        "reward_components": _pairs(r["reward_components"]),
+        "length": length,
         # Avoid numpy, which would release the interpreter lock here and wait for it again.
-        len(r.tokens) - r.loss_mask.tobytes().count(0),
-        len(r.turns),
-        about.worker_id,
-        about.replica_id,
-        about.timestamp,
-        about.weight_step,
-        r.sampling.temperature,
-        r.sampling.top_p,
-        r.sampling.top_k,
-        r.sampling.min_p,
-        r.logprobs_mode,
-        list(r.extra.items()),
-        *((r.tokens, r.loss_mask, r.logprobs) if arrays else (None, None, None)),
-    )
-    yield table, environment, row
-    for number, turn in enumerate(r.turns):
-        inference = turn.inference
-        yield (
-            "turns",
-            environment,
-            (
-                *place,
-                r.uid,
-                r.example_id,
-                r.policy_version,
-                number,
-                turn.role,
-                turn.text,
-                turn.start,
-                turn.stop,
-                turn.reward,
-                turn.has_logprobs,
-                turn.timestamp,
-                inference.model_version,
-                list(inference.sampling_params.items()),
-                inference.inference_time_s,
-            ),
-        )
+        "sampled": length - r["loss_mask"].count(0),
+        "turns": len(turns),
+        "created_s": r["timestamp"],
+        "extra": _pairs(r["extra"]),
+    }
+    for name, dtype in (("tokens", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4")):
+        r[name] = np.frombuffer(r[name], dtype) if arrays else None
+    yield place["topic"], r
+    for number, turn in enumerate(turns):
+        turn |= place
+        turn |= turn["inference"]
+        turn |= {
+            "environment": r["environment"],
+            "uid": r["uid"],
+            "example_id": r["example_id"],
+            "policy_version": r["policy_version"],
+            "turn": number,
+            "created_s": turn["timestamp"],
+            "sampling_params": _pairs(turn["sampling_params"]),
+        }
+        yield "turns", turn
 
 
-def _batch(entry: ArchivedRecord, b: TrainingBatch, arrays: bool) -> Rows:
-    place, splits = entry[:4], b.splits.tolist()
+def _pairs(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return list(entries.items())
+
+
+def _batch(place: Row, b: TrainingBatch, arrays: bool) -> Rows:
+    splits = b.splits.tolist()
+    same = {name: getattr(b, name) for name in ("batch_id", "number", "cut", "cut_ms", "generation", "core_version")}
     members: dict[int, list[int]] = {}
     for row, index in enumerate(b.group_index.tolist()):
-        group, begin, end = b.groups[index], splits[row], splits[row + 1]
+        span = slice(splits[row], splits[row + 1])
         members.setdefault(index, []).append(row)
-        span = slice(begin, end)
-        mask = b.loss_mask[span]
-        sampled = b.advantages[span][mask]
-        whole = (b.tokens[span], mask, b.advantages[span], b.logprobs[span]) if arrays else (None,) * 4
-        yield (
-            "batches",
-            group.environment,
-            (
-                *place,
-                b.batch_id,
-                b.number,
-                row,
-                group.example_id,
-                group.policy_version,
-                group.group_id,
-                int(b.source_offsets[row]),
-                b.uids[row],
-                float(b.rewards[row]),
-                # The advantage of the first sampled token; many estimators give all tokens the same.
-                float(sampled[0]) if len(sampled) else None,
-                bool(b.truncated[row]),
-                int(b.lowest_versions[row]),
-                int(b.highest_versions[row]),
-                end - begin,
-                len(sampled),
-                float(b.temperatures[row]),
-                b.cut,
-                b.cut_ms,
-                b.generation,
-                b.core_version,
-                *whole,
-            ),
-        )
+        advantages, mask = b.advantages[span], b.loss_mask[span]
+        sampled = np.flatnonzero(mask)
+        subject = {
+            "example_idx": row,
+            "source_offset": int(b.source_offsets[row]),
+            "uid": b.uids[row],
+            "reward": float(b.rewards[row]),
+            # The advantage of the first sampled token; many estimators give all tokens the same.
+            "advantage": float(advantages[sampled[0]]) if len(sampled) else None,
+            "truncated": bool(b.truncated[row]),
+            "lowest_version": int(b.lowest_versions[row]),
+            "highest_version": int(b.highest_versions[row]),
+            "length": len(mask),
+            "sampled": len(sampled),
+            "temperature": float(b.temperatures[row]),
+        }
+        if arrays:
+            subject |= {"tokens": b.tokens[span], "loss_mask": mask, "advantages": advantages}
+            subject["generator_log_probs"] = b.logprobs[span]
+        yield "batches", vars(b.groups[index]) | same | subject | place
     for index, rows in members.items():
-        group, rewards = b.groups[index], b.rewards[rows]
-        about = (group.example_id, group.policy_version, group.group_id, b.batch_id)
-        when = (group.size, group.opened_ms, group.sealed_ms)
-        figures = (len(rows), float(rewards.mean()), float(rewards.std()))
-        which = ([b.uids[row] for row in rows], b.source_offsets[rows])
-        yield "groups", group.environment, (*place, *about, *when, *figures, *which)
+        rewards = b.rewards[rows]
+        about = {
+            "batch_id": b.batch_id,
+            "rollouts": len(rows),
+            "reward_mean": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "uids": [b.uids[row] for row in rows],
+            "source_offsets": b.source_offsets[rows],
+        }
+        yield "groups", vars(b.groups[index]) | about | place
 
 
-def _journal(entry: ArchivedRecord, j: JournalRecord, _arrays: bool) -> Rows:
-    place = entry[:4]
+def _journal(place: Row, j: JournalRecord, _arrays: bool) -> Rows:
     for drop in j.drops:
-        cause = (drop.offset, drop.reason, drop.detail, drop.uid)
-        figures = (drop.policy_version, drop.lowest_version, drop.age_ms, drop.tokens)
-        yield "drops", drop.environment, (*place, *cause, *figures)
+        yield "drops", vars(drop) | {"rollout_offset": drop.offset} | place
     for group in j.finished_groups:
-        about = (group.example_id, group.policy_version, group.group_id)
-        yield "finished_groups", group.environment, (*place, *about, group.sealed_ms, group.finished_ms)
+        yield "finished_groups", vars(group) | place
 
 
-def _step(entry: ArchivedRecord, s: LearnerStep, _arrays: bool) -> Rows:
-    place = entry[:4]
-    totals = (s.policy_version, s.params_digest, s.trained_total, s.skipped_total, s.timestamp)
-    yield "steps", "", (*place, s.learner, s.step, s.input_run, s.position, *totals, list(s.metrics.items()))
+def _step(place: Row, s: LearnerStep, _arrays: bool) -> Rows:
+    step = vars(s) | {"environment": "", "created_s": s.timestamp, "metrics": _pairs(s.metrics)} | place
+    yield "steps", step
     for use in s.uses:
-        usage = (use.batch_id, use.index_offset, use.rows, use.use, use.reason)
-        yield "uses", "", (*place, s.learner, s.step, s.input_run, *usage)
+        yield "uses", step | vars(use)
 
 
-def _rescored(entry: ArchivedRecord, r: RescoredRollout, _arrays: bool) -> Rows:
-    judged = (r.reward_before, None if r.failure else r.reward, list(r.components.items()), r.failure or None)
-    yield "rescores", r.environment, (*entry[:4], r.rescoring, r.verifier, r.offset, r.uid, *judged)
+def _rescored(place: Row, r: RescoredRollout, _arrays: bool) -> Rows:
+    judged = {"reward": None if r.failure else r.reward, "failure": r.failure or None}
+    yield "rescores", vars(r) | judged | {"components": _pairs(r.components), "rollout_offset": r.offset} | place
 
 
-_MAKERS: dict[str, Callable[[ArchivedRecord, Any, bool], Rows]] = {
+_MAKERS: dict[str, Callable[[Row, Any, bool], Rows]] = {
     "Rollout": _rollout,
     "TrainingBatch": _batch,
     "JournalRecord": _journal,
@@ -411,22 +419,13 @@ _MAKERS: dict[str, Callable[[ArchivedRecord, Any, bool], Rows]] = {
 }
 
 
-def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Row]) -> pa.Table:
-    """Build the Arrow table of one file."""
+def table_of(name: str, run: str, date: str, rows: Sequence[Row]) -> pa.Table:
+    """Build the Arrow table of rows with one date."""
     schema = SCHEMAS[name]
-    same = [pa.repeat(pa.scalar(value, pa.string()), len(rows)) for value in (run, environment, date)]
-    columns = [
-        _array(column, field.type)
-        for column, field in zip(zip(*rows, strict=True), list(schema)[_OF_FILE:], strict=True)
-    ]
-    return pa.Table.from_arrays([*same, *columns], schema=schema)
-
-
-def _array(column: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    if kind not in ENTRIES:
-        return pa.array(column, kind)
-    # Pairs convert to a map, which has the same memory layout as a list of entries.
-    return pa.array(column, pa.map_(pa.string(), kind.value_type.field("value").type)).cast(kind)
+    columns = pa.array(rows, pa.struct([field for field in schema if field.name not in _OF_FILE]))
+    named = {field.name: column for field, column in zip(columns.type, columns.flatten(), strict=True)}
+    named |= {column: pa.repeat(value, len(rows)) for column, value in zip(_OF_FILE, (run, date), strict=True)}
+    return pa.table(named, schema)
 
 
 def parquet(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:

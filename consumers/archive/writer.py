@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.consumers.archive import manifest as manifests
@@ -22,7 +23,7 @@ from rollstream.consumers.archive.tables import (
     Row,
     archived_records,
     date_at,
-    log_row,
+    log_table,
     parquet,
     refusing,
     rows_of,
@@ -39,6 +40,8 @@ TopicPartitionKey = tuple[str, int]
 """Topic and partition."""
 _LONGEST_NAME = 120
 _THREADS = 2
+CONVERTED_AT_ONCE = 256
+"""Number of records of a partition whose rows are made at once."""
 OWN_FILES = 16
 """Number of environments that get separate files in a commit: those with the most rows. All others share a file."""
 SMALL_BYTES = 16 * 1024 * 1024
@@ -65,10 +68,6 @@ class _FileSpec:
     end: int
 
 
-_RowsOf = Sequence[tuple[str, Sequence[Row]]]
-"""Rows by environment."""
-
-
 class ArchiveWriter:
     """The single writer of a run's archive; it takes over from the previous writer and deletes files that no manifest
     names."""
@@ -82,6 +81,8 @@ class ArchiveWriter:
         """Records whose value or headers are not in the archive, or that have no row in a table other than `log`."""
         self.buffered_bytes = 0
         self._entries: dict[TopicPartitionKey, list[ArchivedRecord]] = {}
+        self._tables: dict[TopicPartitionKey, dict[tuple[str, str], list[pa.Table]]] = {}
+        """Rows of these records, by table and date."""
         self._reached: dict[TopicPartitionKey, int] = {}
         self._freed = FreedMemory(_GROWN_BYTES)
         self._pool = ThreadPoolExecutor(_THREADS)
@@ -125,8 +126,12 @@ class ArchiveWriter:
 
     def add(self, entry: ArchivedRecord) -> None:
         """Add a record; records of a partition must be added in order."""
-        self._entries.setdefault((entry.topic, entry.partition), []).append(entry)
+        place = entry.topic, entry.partition
+        entries = self._entries.setdefault(place, [])
+        entries.append(entry)
         self.buffered_bytes += entry.size_bytes + 64
+        if len(entries) % CONVERTED_AT_ONCE == 0:
+            self._convert(place, entries[-CONVERTED_AT_ONCE:])
 
     def commit(self, positions: Mapping[TopicPartitionKey, int]) -> ArchiveManifest:
         """Commit all added records; the archive then reaches up to `positions`.
@@ -164,28 +169,37 @@ class ArchiveWriter:
                 pa.default_memory_pool().release_unused()
         return self.manifest
 
+    def _convert(self, place: TopicPartitionKey, entries: Sequence[ArchivedRecord]) -> None:
+        """Make the rows of these records, which are the next of their partition."""
+        topic, partition = place
+        rows: dict[tuple[str, str], list[Row]] = {}
+        for entry in entries:
+            date = date_at(entry.timestamp_ms)
+            try:
+                of_record = list(rows_of(entry, arrays=self._arrays))
+            except RecordError as error:
+                self.skipped.note(Skipped(topic_name(self._run, topic), partition, entry.offset, str(error)))
+                continue
+            for table, row in of_record:
+                rows.setdefault((table, date), []).append(row)
+        tables = self._tables.setdefault(place, {})
+        for (table, date), of_one in rows.items():
+            tables.setdefault((table, date), []).append(table_of(table, self._run, date, of_one))
+
     def _parts(
         self, place: TopicPartitionKey, entries: Sequence[ArchivedRecord]
-    ) -> Iterator[tuple[_FileSpec, _RowsOf]]:
+    ) -> Iterator[tuple[_FileSpec, pa.Table]]:
         """Yield the rows of each file."""
         topic, partition = place
         begin, end = self._begin(place), entries[-1].offset + 1
         self._reached[place] = end
+        if rest := len(entries) % CONVERTED_AT_ONCE:
+            self._convert(place, entries[-rest:])
         log = _FileSpec(LOG, topic, partition, "", date_at(entries[0].timestamp_ms), begin, end)
-        yield log, [("", [log_row(entry) for entry in entries])]
-        by_table: dict[tuple[str, str], dict[str, list[Row]]] = {}
-        for entry in entries:
-            date = date_at(entry.timestamp_ms)
-            try:
-                rows = list(rows_of(entry, arrays=self._arrays))
-            except RecordError as error:
-                self.skipped.note(Skipped(topic_name(self._run, topic), partition, entry.offset, str(error)))
-                continue
-            for table, environment, row in rows:
-                by_table.setdefault((table, date), {}).setdefault(environment, []).append(row)
-        for (table, date), by_environment in by_table.items():
-            for environment, rows_in_file in _shared_out(by_environment):
-                yield _FileSpec(table, topic, partition, environment, date, begin, end), rows_in_file
+        yield log, log_table(self._run, entries)
+        for (name, date), tables in self._tables.pop(place).items():
+            for environment, table in _shared_out(pa.concat_tables(tables)):
+                yield _FileSpec(name, topic, partition, environment, date, begin, end), table
 
     def _begin(self, place: TopicPartitionKey) -> int:
         """Return the first offset of the next log file of a partition, which is the end of the last log file."""
@@ -195,11 +209,9 @@ class ArchiveWriter:
         ends = (f.end for f in self.manifest.files_of(LOG) if (f.topic, f.partition) == place)
         return max(ends, default=self.manifest.topics[topic].begin[partition])
 
-    def _write(self, part: _FileSpec, rows: _RowsOf) -> ArchivedFile:
-        tables = [table_of(part.table, self._run, environment, part.date, of_one) for environment, of_one in rows]
-        # Rows begin with topic, partition and offset, and the rows of an environment are in order.
-        first, last = min(of_one[0][2] for _e, of_one in rows), max(of_one[-1][2] for _e, of_one in rows)
-        return _stored(self._store, self._run, part, tables, first, last)
+    def _write(self, part: _FileSpec, table: pa.Table) -> ArchivedFile:
+        offsets = table["offset"]
+        return _stored(self._store, self._run, part, [table], offsets[0].as_py(), offsets[-1].as_py())
 
     def compact(self, *, gradually: bool = False) -> int:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
@@ -232,17 +244,19 @@ class ArchiveWriter:
         return len(replaced) - len(merged)
 
 
-def _shared_out(by_environment: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, _RowsOf]]:
+def _shared_out(table: pa.Table) -> Iterator[tuple[str, pa.Table]]:
     """Yield the environment and the rows of each file; the environment is "" for a file that several share.
 
     A run may have thousands of environments, and a separate file for each of them in every commit would consist mostly
     of footers.
     """
-    by_size = sorted(by_environment.items(), key=lambda item: -len(item[1]))
-    for environment, rows in by_size[:OWN_FILES]:
-        yield environment, [(environment, rows)]
+    column = table["environment"]
+    by_size = sorted(column.value_counts().to_pylist(), key=lambda count: -count["counts"])
+    own = [count["values"] for count in by_size[:OWN_FILES]]
+    for environment in own:
+        yield environment, table.filter(pc.equal(column, environment)) if len(own) > 1 else table
     if by_size[OWN_FILES:]:
-        yield "", by_size[OWN_FILES:]
+        yield "", table.filter(pc.invert(pc.is_in(column, pa.array(own))))
 
 
 def _newest(files: Sequence[ArchivedFile]) -> Sequence[ArchivedFile]:
