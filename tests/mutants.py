@@ -97,6 +97,8 @@ MUTANTS = (
            "            if not outcome.problem:\n"
            "                self._obey(mark, outcome.config)",
            "            self._obey(mark, outcome.config)"),
+    Mutant("certainty", "consumers/grouping/core/rollout_reader.py", CORE, "rollouts are read without all checks",
+           ">= _LEAST_BITS", "> _LEAST_BITS"),
     Mutant("policy-clock", "consumers/grouping/core/fold.py", CORE, "the policy clock goes back",
            "if mark.policy_version > self.policy_version:", "if True:"),
     Mutant("scale", "consumers/grouping/core/estimators.py", CORE, "advantages are normalized in another way",

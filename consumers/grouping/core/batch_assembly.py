@@ -91,12 +91,12 @@ def batch(
 ) -> EncodedBatch:
     """Return the batch of R examples; `groups[r]` is the group of `examples[r]`, and `metadata` is the maker's JSON.
 
-    Its record is joined from the bytes of the rollouts' arrays, each of which is copied once.
+    All examples or none carry reference log-probabilities. The record is joined from the bytes of the rollouts' arrays,
+    each of which is copied once.
     """
     index = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     rollouts = [g.members[e.source.uid].rollout for e, g in zip(examples, groups, strict=True)]
-    references = [e.reference_log_probs for e in examples]
-    carried = [column_bytes(r, "<f4") for r in references if r is not None]
+    references = [e.reference_log_probs for e in examples if e.reference_log_probs is not None]
     offsets, timestamps = [e.source.offset for e in examples], [r.timestamp for r in rollouts]
     lowest, highest = [r.lowest_version for r in rollouts], [r.highest_version for r in rollouts]
     splits = [0, *accumulate(r.length for r in rollouts)]
@@ -120,7 +120,7 @@ def batch(
         "loss_mask": [r.bytes_of(LOSS_MASK) for r in rollouts],
         "logprobs": [r.bytes_of(LOGPROBS) for r in rollouts],
         "advantages": list(map(advantage_bytes, examples)),
-        "reference_logprobs": carried if len(carried) == len(references) else [],
+        "reference_logprobs": [column_bytes(logprobs, "<f4") for logprobs in references],
         "rewards": _column("d", [r.reward for r in rollouts]),
         "truncated": _column("?", [r.truncated for r in rollouts]),
         "lowest_versions": _column("q", lowest),

@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRo
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.codec import encode
-from rollstream.topics.records import NamedArray, RolloutMetadata
+from rollstream.topics.records import NamedArray, RolloutMetadata, SamplingParams
 from rollstream.topics.rl_examples import REFERENCE, RLExample, Source, batch_digest
 
 TIMED = RolloutMetadata(timestamp=3.0, weight_step=7)
@@ -66,7 +66,9 @@ def test_an_array_is_made_once_and_shares_the_bytes_of_the_record() -> None:
 
 
 def test_another_advantage_changes_nothing_else() -> None:
-    for example in (held(), replace(held()), plain()):
+    asked = held()
+    assert asked.advantage.tolist() == [0.5] * 4
+    for example in (held(), asked, replace(held()), plain()):
         other = with_advantage(example, -2.0)
         assert contents(other) == contents(replace(plain(), advantage=np.full(4, -2.0, "<f4")))
         assert advantage_bytes(other) == np.full(4, -2.0, "<f4").tobytes()
@@ -110,15 +112,35 @@ def test_a_batch_has_the_advantages_that_a_maker_gives() -> None:
 
 
 def test_a_batch_is_the_record_that_the_encoder_writes() -> None:
-    driver = GroupingTestDriver(GroupingConfig(batch_rollouts=4, token_arrays=("x",)))
+    driver = GroupingTestDriver(GroupingConfig(batch_rollouts=4, token_arrays=("x",)), policy_version=3)
     for number, uid in enumerate("abcd"):
         arrays = ROLLOUT.token_arrays if uid in "ad" else {}
-        driver.pipe(example_rollout(uid, number / 3, metadata=TIMED, token_arrays=arrays, group_size=4))
+        rollout = example_rollout(
+            uid,
+            number / 3,
+            metadata=TIMED,
+            token_arrays=arrays,
+            group_size=4,
+            truncated=uid == "b",
+            logprobs_mode="raw" if uid == "c" else "processed",
+            sampling=SamplingParams(temperature=number / 2),
+            policy_version=3,
+            lowest_version=number,
+            highest_version=number + 5,
+        )
+        driver.pipe(rollout)
     [encoded] = driver.fold.prepare_commit().encoded
     assert encoded.frame == encode(encoded.batch)
     assert encoded.digest == encoded.batch.digest == batch_digest(encoded.batch)
-    assert np.isnan(encoded.batch.reference_logprobs[4:12]).all()
-    assert [(entry.name, entry.rows.tolist()) for entry in encoded.batch.token_arrays] == [("x", [0, 3])]
-    entry = type(encoded.entry).of(encoded.batch, -1)
+    batch = encoded.batch
+    assert batch.truncated.tolist() == [False, True, False, False]
+    assert batch.logprobs_processed.tolist() == [True, True, False, True]
+    assert batch.temperatures.tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert batch.rewards.tolist() == [0.0, 1 / 3, 2 / 3, 1.0]
+    assert (batch.lowest_versions.tolist(), batch.highest_versions.tolist()) == ([0, 1, 2, 3], [5, 6, 7, 8])
+    assert (batch.weight_steps.tolist(), batch.splits.tolist()) == ([7] * 4, [0, 4, 8, 12, 16])
+    assert np.isnan(batch.reference_logprobs[4:12]).all()
+    assert [(entry.name, entry.rows.tolist()) for entry in batch.token_arrays] == [("x", [0, 3])]
+    entry = type(encoded.entry).of(batch, -1)
     assert encoded.entry == entry
     assert (encoded.source_offsets, encoded.timestamps) == ([0, 1, 2, 3], [3.0] * 4)

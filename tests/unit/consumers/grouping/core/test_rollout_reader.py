@@ -108,6 +108,7 @@ def altered(rollout: Rollout, random: Random) -> Rollout:
         {"highest_version": random.choice((-1, 2, 2**62 - 1))},
         {"branch": random.choice((-1, 1, 3))},
         {"branches": random.choice((0, 2, 2**31 - 1))},
+        {"branches": 2, "episode_uid": ""},
         {"tokens": with_one(rollout.tokens, -1, -(2**31), 2**31 - 1)},
         {"tokens": rollout.tokens[: random.randrange(length)]},
         {"loss_mask": with_one(rollout.loss_mask, True, False)},
@@ -235,6 +236,14 @@ def test_a_number_with_more_bytes_than_it_needs_is_read(again: bytes) -> None:
     [held] = read_rollouts([value[:HEADER_SIZE] + again + value[HEADER_SIZE + 1 :]])
     assert held is not None
     assert held.uid == "12345"
+
+
+def test_a_number_of_more_than_64_bits_is_left_to_the_decoder() -> None:
+    value = encode(example_rollout("a"))
+    assert value.endswith(b"\x01\0\0"), "weight_step, token_arrays and extra"
+    again = value[:-3] + b"\x81" + b"\x80" * 8 + b"\x02\0\0"
+    assert decode(again).metadata.weight_step == -1
+    assert read_rollouts([again]) == [None]
 
 
 @pytest.mark.parametrize("text", ["", "x" * (SPARE_BYTES // 2), "x" * 50_000])
