@@ -313,39 +313,39 @@ def _update(
     """Pack one update; `shapes` gives the rows of a microbatch by row length, longest first."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     packed = [
-        _fill([sequences[index] for index in items], bins, rows, length, loss, reference)
+        _microbatch([sequences[index] for index in items[own]], bins[own] - first, rows, length, loss, reference)
         for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
-        if len(items)
+        for first in range(0, int(bins.max(initial=-1)) + 1, rows)
+        for own in [(bins >= first) & (bins < first + rows)]
     ]
-    trained = [count for _bucket, counts in packed for count in counts]
+    trained = [count for _batch, counts in packed for count in counts]
     return PackedUpdate(
-        microbatches=tuple(microbatch for bucket, _counts in packed for microbatch in bucket),
+        microbatches=tuple(batch for batch, _counts in packed),
         trained_tokens=sum(trained),
         trained_sequences=len(trained),
         tokens=int(lengths.sum()),
     )
 
 
-def _fill(
+def _microbatch(
     sequences: Sequence[TrainingSequence],
     bins: NDArray[np.int64],
     rows: int,
     length: int,
     loss: LossConfig,
     reference: bool,
-) -> tuple[list[PackedBatch], list[int]]:
-    """The microbatches of one bucket, and the number of trained tokens of each sequence that has any."""
-    total = rows * (-(-(int(bins.max()) + 1) // rows))
+) -> tuple[PackedBatch, list[int]]:
+    """The microbatch of sequences in given rows, and the number of trained tokens of each sequence that has any."""
     most = int(np.bincount(bins).max()) + 1
-    words = _aligned((total, words_of_row(length, most)), np.int32)
+    words = _aligned((rows, words_of_row(length, most)), np.int32)
     tokens, log_probs, mask, table = parts(words, length)
     log_probs, mask = log_probs.view(np.float32), mask.view(np.bool_)
     own: dict[str, NDArray[np.float32]] = {}
     if reference:
-        own["reference_log_probs"] = _aligned((total, length), np.float32)
+        own["reference_log_probs"] = _aligned((rows, length), np.float32)
     if any(len(sequence.advantages) > 1 for sequence in sequences):
-        own["advantages"] = _aligned((total, length), np.float32)
-    ends, counts, trained = [0] * total, [0] * total, []
+        own["advantages"] = _aligned((rows, length), np.float32)
+    ends, counts, trained = [0] * rows, [0] * rows, []
     # Row and place within the row, then the numbers of the segment.
     segments: list[tuple[float, ...]] = []
     for row, sequence in zip(bins.tolist(), sequences, strict=True):
@@ -377,16 +377,7 @@ def _fill(
     at, place_of = numbers[:, :2].astype(np.int64).T
     table[at, :2, place_of] = numbers[:, 2:4]
     table.view(np.float32)[at, 2:, place_of] = numbers[:, 4:]
-    microbatches = [
-        PackedBatch(
-            length=length,
-            segments=most,
-            words=words[first : first + rows],
-            own={name: array[first : first + rows] for name, array in own.items()},
-        )
-        for first in range(0, total, rows)
-    ]
-    return microbatches, trained
+    return PackedBatch(length=length, segments=most, words=words, own=own), trained
 
 
 def _aligned(shape: tuple[int, int], dtype: Any) -> NDArray[Any]:
