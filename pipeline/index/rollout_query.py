@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rollstream.pipeline.index import fates
+from rollstream.pipeline.index.places import uid_key
 from rollstream.topics.errors import ConfigurationError
 
 Order = Literal["newest", "oldest", "reward", "length", "advantage"]
@@ -73,6 +74,10 @@ class _Window(NamedTuple):
 
 
 _MARKED = (fates.CODES["control"],)
+_BY_UID = """id in (
+    select r.id from places p join rollouts r on r.partition = p.partition and r.offset = p.offset
+    join rollout_names n on n.id = r.id where p.uid = ? and n.uid = ?
+)"""
 _NO_MARKS = _Condition("fate <> ?", _MARKED)
 """Condition that leaves out marks and cancellations: of lists without any other condition, and of those by version,
 because marks have a version, too."""
@@ -154,7 +159,7 @@ def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Conditio
 def _conditions_by_name(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:
     answer = []
     if wanted.uid:
-        answer.append(_Condition("id in (select id from rollout_names where uid = ?)", (wanted.uid,)))
+        answer.append(_Condition(_BY_UID, (uid_key(wanted.uid.encode()), wanted.uid)))
     if wanted.example:
         answer.append(_Condition("id in (select id from rollout_names where example = ?)", (wanted.example,)))
     for column, table, name in (("grp", "groups", wanted.group), ("batch", "batches", wanted.batch)):

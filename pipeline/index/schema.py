@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollstream.pipeline import sqlite_files
 
-VERSION = 6
+VERSION = 7
 """Version of the tables and of their contents; raise it with each change of either."""
 _TEXTS_HELD = 64 * 1024 * 1024
 """Bytes of new entries that the full-text index keeps in memory before it writes them; a smaller value makes many small
@@ -84,7 +84,6 @@ insert into row_count values (0);
 create table rollout_names (
     id integer primary key, uid text, example text, preview text not null, episode text, branches integer
 );
-create index rollouts_by_uid on rollout_names (uid);
 create index rollouts_by_example on rollout_names (example);
 create virtual table texts using fts5 (text, content='', tokenize='trigram');
 insert into texts (texts, rank) values ('hashsize', {_TEXTS_HELD});
