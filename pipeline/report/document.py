@@ -215,9 +215,9 @@ def _versions(facts: RunFacts) -> str:
     if not facts.newest_versions:
         return ""
     rows = "".join(
-        f'<tr><th scope="row">{v.version}</th><td>{v.step}</td><td>{_text(v.kind)}</td>'
-        f"<td>{bytes_text(v.size_bytes)}</td>"
-        f"<td>{_moment(v.created_ms)}</td><td><code>{_text(v.digest[:16])}</code></td></tr>"
+        f'<tr><th scope="row">{v["version"]}</th><td>{v["step"]}</td><td>{_text(v["kind"])}</td>'
+        f"<td>{bytes_text(v['bytes'])}</td>"
+        f"<td>{_moment(v['created_ms'])}</td><td><code>{_text(v['digest'][:16])}</code></td></tr>"
         for v in facts.newest_versions
     )
     more = facts.versions - len(facts.newest_versions)

@@ -31,19 +31,6 @@ _PATIENCE_S, _LOOK_S = 60.0, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class VersionFacts:
-    """One policy version."""
-
-    version: int
-    learner: str
-    step: int
-    kind: str
-    size_bytes: int
-    digest: str
-    created_ms: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Everything that a report shows."""
 
@@ -74,7 +61,8 @@ class RunFacts:
     versions: int
     """Number of policy versions on record."""
     version_bytes: int
-    newest_versions: Sequence[VersionFacts]
+    newest_versions: Sequence[Mapping[str, Any]]
+    """As the page lists them."""
     best: Sequence[Mapping[str, Any]]
     """Details of the rollouts with the highest rewards."""
     worst: Sequence[Mapping[str, Any]]
@@ -92,13 +80,12 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         figures = index.series(points=_STEPS)
         facets = index.facets()
         with closing(sqlite_files.reader(index_file(config, archive))) as db:
-            newest = _newest_versions(db)
-            manifest = _newest_manifest(db)
+            newest = db.execute("select value from policies order by version desc limit 1").fetchone()
+            manifest = decode_as(PolicyManifest, newest[0]) if newest else None
             best, worst = (_examples(index, db, order) for order in ("desc", "asc"))
             first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
-            versions, version_bytes = db.execute("select count(*), coalesce(sum(bytes), 0) from policies").fetchone()
             spread = _spread(db)
-        drops = index.drops(buckets=1)["totals"]
+        drops, versions = index.drops(buckets=1)["totals"], index.weights()["versions"]
     consumer_groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
     book = None if archive else ledger(config.kafka, config.run, *consumer_groups)
     if book is not None:
@@ -120,9 +107,9 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         groups=sum(groups for _version, groups, _zero in spread),
         zero_variance=sum(zero for _version, _groups, zero in spread),
         spread=_spread_curve(spread),
-        versions=versions,
-        version_bytes=version_bytes,
-        newest_versions=newest,
+        versions=len(versions),
+        version_bytes=sum(version["bytes"] for version in versions),
+        newest_versions=versions[:_NEWEST_VERSIONS],
         best=best,
         worst=worst,
         first_ms=first_ms,
@@ -152,30 +139,6 @@ def _digest(path: Path) -> str:
     with suppress(OSError):
         return hashlib.sha256(path.read_bytes()).hexdigest()
     return ""
-
-
-def _newest_versions(db: sqlite3.Connection) -> list[VersionFacts]:
-    rows = db.execute(
-        "select version, learner, step, kind, bytes, digest, created_ms from policies order by version desc limit ?",
-        (_NEWEST_VERSIONS,),
-    )
-    return [
-        VersionFacts(
-            version=version,
-            learner=learner,
-            step=step,
-            kind=kind,
-            size_bytes=size or 0,
-            digest=digest,
-            created_ms=created,
-        )
-        for version, learner, step, kind, size, digest, created in rows
-    ]
-
-
-def _newest_manifest(db: sqlite3.Connection) -> PolicyManifest | None:
-    row = db.execute("select value from policies order by version desc limit 1").fetchone()
-    return decode_as(PolicyManifest, row[0]) if row else None
 
 
 def _shape(text: str) -> Mapping[str, Any]:
