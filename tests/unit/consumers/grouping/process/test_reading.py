@@ -67,3 +67,23 @@ def test_a_version_that_is_published_again_does_not_take_marks_back(world: World
     run.group()
     marks = [record.policy_version for record in records(run, "rollouts") if isinstance(record, Mark)]
     assert max(marks) == 2
+
+
+def test_a_mistake_of_ours_names_the_record_at_which_it_shows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a process reads the records of a poll together."""
+    run = ModelledRun(world)
+    run.send()
+
+    def mistaken(*_: object) -> None:
+        raise NameError("name 'planted' is not defined")
+
+    for reading in ("process.task_manager", "core.drop_rules"):
+        monkeypatch.setattr(f"rollstream.consumers.grouping.{reading}.read_rollouts", mistaken)
+
+    def work() -> None:
+        GroupingProcess(KAFKA, RUN, GroupingConfig(), GrouperConfig(), 0, lambda: None).run(threading.Event())
+
+    actor = world.scheduler.spawn(Process("group-0"), "group-0", work)
+    world.scheduler.run(lambda: actor.done)
+    assert isinstance(actor.error, NameError)
+    assert "of rollouts[0] ends grouping" in actor.error.__notes__[0]
