@@ -5,14 +5,15 @@ import time
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.process.restoration import records_of
+from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from tests.bench import material, produce_baseline
 from tests.bench.grouping_process import grouping_collector
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared
-from tests.support.restoring import restore_tasks
+from tests.support.restoring import restore_all
 
 _SPARE_S = 60.0
 
@@ -25,14 +26,14 @@ def measure(settings: Settings) -> Row:
         topic = topic_name(run, "rollouts")
         produce_baseline.measure(settings.kafka, topic, records)
         in_child("grouping_process", settings, run)
-        topic_id = topic_admin.topic_ids(settings.kafka, [topic])[topic]
+        restorer = Restorer(settings.kafka, run, GrouperConfig(), "bench", SkippedRecords())
 
         def ours() -> Timing:
             watch = Stopwatch()
-            numbers = range(settings.partitions)
-            restored = restore_tasks(settings.kafka, run, numbers, settings.partitions, topic_id, GrouperConfig())
+            restorer.add(range(settings.partitions))
+            tasks = restore_all(restorer)
             timing = watch.timing(len(records))
-            _check([fold for fold, _journal in restored], len(records))
+            _check([task.fold for task in tasks.values()], len(records))
             return timing
 
         def raw() -> Timing:

@@ -1,13 +1,14 @@
-"""Restores of several tasks, one after the other: through one client, also after one that was broken off."""
+"""Restores of several tasks, some at once: through a client each, also after some that were broken off."""
 
 from typing import Any
 
 import pytest
 
-from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.process import restorer as restorers
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from tests.support.restoring import restore_all
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -28,18 +29,11 @@ def grouped(real_run: RealRun) -> RealRun:
     return run
 
 
-def restore_all(restorer: Restorer) -> dict[int, GroupingTask]:
-    tasks: dict[int, GroupingTask] = {}
-    while restorer.waiting:
-        if not restorer.restoring:
-            restorer.begin()
-        elif (task := restorer.step(1.0)) is not None:
-            tasks[task.partition] = task
-            restorer.withdraw([task.partition])
-    return tasks
-
-
-def test_tasks_are_restored_through_one_client(grouped: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, restorers.AT_ONCE])
+def test_tasks_are_restored_at_once_through_a_client_each(
+    grouped: RealRun, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(restorers, "AT_ONCE", at_once)
     built, reader = [], clients.reader
 
     def counted(*arguments: Any, **settings: Any) -> Any:
@@ -50,7 +44,7 @@ def test_tasks_are_restored_through_one_client(grouped: RealRun, monkeypatch: py
     monkeypatch.setattr(clients, "reader", counted)
     restorer.add(range(PARTITIONS))
     tasks = restore_all(restorer)
-    assert len(built) == 1
+    assert len(built) == min(at_once, PARTITIONS)
     assert sorted(tasks) == list(range(PARTITIONS))
     assert sum(task.fold.open_groups for task in tasks.values()) == 30
     # A restore that is broken off leaves nothing behind that the next one would read.
@@ -67,7 +61,7 @@ def test_tasks_are_restored_through_one_client(grouped: RealRun, monkeypatch: py
         restorer.add([0])
     assert broken_off > 3
     again = restore_all(restorer)
-    assert len(built) == 2
+    assert len(built) == 2 * min(at_once, PARTITIONS)
     assert {p: (t.fold.position, t.fold.in_flight, t.journal_offset) for p, t in again.items()} == {
         p: (t.fold.position, t.fold.in_flight, t.journal_offset) for p, t in tasks.items()
     }

@@ -4,10 +4,24 @@ from collections.abc import Iterable
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.process.restoration import Restoration, reader_of_restores
+from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+
+
+def restore_all(restorer: Restorer) -> dict[int, GroupingTask]:
+    """The tasks of all waiting partitions, some restored at once. Raises StateRefused as `Restoration` does."""
+    tasks: dict[int, GroupingTask] = {}
+    while restorer.waiting:
+        if not restorer.restoring:
+            restorer.begin()
+        elif (task := restorer.step(1.0)) is not None:
+            tasks[task.partition] = task
+            restorer.withdraw([task.partition])
+    return tasks
 
 
 def restore_tasks(

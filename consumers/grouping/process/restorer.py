@@ -1,5 +1,6 @@
-"""Restores the tasks of assigned partitions one by one, in short steps."""
+"""Restores the tasks of assigned partitions, a few at once, in short steps."""
 
+import time
 from collections.abc import Collection, Iterable
 
 from rollstream.consumers.grouping.config import GrouperConfig, largest_batch_bytes
@@ -12,9 +13,12 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
+AT_ONCE = 4
+"""Number of restores in progress: while the records of one are folded, the clients of the others fetch."""
+
 
 class Restorer:
-    """Partitions whose task is to be restored, and the restore in progress."""
+    """Partitions whose task is to be restored, and the restores in progress."""
 
     def __init__(
         self, kafka: KafkaConfig, run: str, grouper: GrouperConfig, name: str, skipped: SkippedRecords
@@ -25,19 +29,21 @@ class Restorer:
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
         self._topic_id = topic_admin.topic_ids(kafka, [self._topic])[self._topic]
         self.waiting: set[int] = set()
-        """Partitions to restore, including the partition of the restore in progress."""
-        self._restoration: Restoration | None = None
-        self._reader: Reader | None = None
+        """Partitions to restore, including those of the restores in progress."""
+        self._restorations: dict[int, tuple[Restoration, Reader]] = {}
+        """Restores in progress, by partition; the first one is continued next."""
+        self._readers: list[Reader] = []
+        """Readers for the next restores."""
 
     @property
     def restoring(self) -> bool:
         """Whether a restore is in progress."""
-        return self._restoration is not None
+        return bool(self._restorations)
 
     @property
     def progress(self) -> dict[int, RestoreProgress]:
-        """Progress of the restore in progress, by partition."""
-        return {} if self._restoration is None else {self._restoration.partition: self._restoration.progress}
+        """Progress of the restores in progress, by partition."""
+        return {partition: restoration.progress for partition, (restoration, _) in self._restorations.items()}
 
     def add(self, partitions: Iterable[int]) -> None:
         """Add partitions to restore."""
@@ -46,25 +52,25 @@ class Restorer:
     def withdraw(self, partitions: Collection[int] | None = None) -> None:
         """Stop restoring these partitions, or all partitions for None."""
         self.waiting.difference_update(list(self.waiting) if partitions is None else partitions)
-        if self._restoration is not None and self._restoration.partition not in self.waiting:
-            self._stop()
+        for partition in self._restorations.keys() - self.waiting:
+            self._stop(partition)
         if not self.waiting:
-            self._close_reader()
+            self._close_readers()
 
     def close(self) -> None:
-        """Stop the restore in progress."""
-        self._stop()
-        self._close_reader()
+        """Stop the restores in progress."""
+        for partition in list(self._restorations):
+            self._stop(partition)
+        self._close_readers()
 
-    def _stop(self) -> None:
-        if self._restoration is not None:
-            self._restoration.close()
-            self._restoration = None
+    def _stop(self, partition: int) -> None:
+        restoration, reader = self._restorations.pop(partition)
+        restoration.close()
+        self._readers.append(reader)
 
-    def _close_reader(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+    def _close_readers(self) -> None:
+        while self._readers:
+            self._readers.pop().close()
 
     def check_partitions(self, partitions: int) -> None:
         """Raise StateRefused if the topic has more partitions than when the process started."""
@@ -76,30 +82,26 @@ class Restorer:
             )
 
     def begin(self) -> None:
-        """Begin to restore the first waiting partition."""
-        if self._reader is None:
-            self._reader = reader_of_restores(self._kafka, self._run, self._grouper)
-        self._restoration = Restoration(
-            self._kafka,
-            self._run,
-            min(self.waiting),
-            self._partitions,
-            self._topic_id,
-            self._grouper,
-            self._skipped,
-            self._reader,
-        )
+        """Begin to restore the first waiting partitions."""
+        for partition in sorted(self.waiting - self._restorations.keys())[: AT_ONCE - len(self._restorations)]:
+            place = self._kafka, self._run, partition, self._partitions, self._topic_id
+            reader = self._readers.pop() if self._readers else reader_of_restores(self._kafka, self._run, self._grouper)
+            self._restorations[partition] = Restoration(*place, self._grouper, self._skipped, reader), reader
 
     def step(self, for_s: float) -> GroupingTask | None:
-        """Continue the restore in progress for about `for_s` seconds; return its task once it is done.
+        """Continue the restores in progress in turns for about `for_s` seconds; return a task as soon as it is done.
 
         Raises StateRefused as `Restoration` does.
         """
-        assert self._restoration is not None
-        if not self._restoration.step(for_s):
-            return None
-        assert self._restoration.restored is not None
-        room = largest_batch_bytes(self._kafka.max_record_bytes)
-        task = GroupingTask(*self._restoration.restored, self._grouper, self._name, room)
-        self._restoration = None
-        return task
+        until = time.monotonic() + for_s
+        while True:
+            partition = next(iter(self._restorations))
+            restoration, reader = self._restorations.pop(partition)
+            self._restorations[partition] = restoration, reader
+            if restoration.step(0.0):
+                self._stop(partition)
+                assert restoration.restored is not None
+                room = largest_batch_bytes(self._kafka.max_record_bytes)
+                return GroupingTask(*restoration.restored, self._grouper, self._name, room)
+            if time.monotonic() >= until:
+                return None
