@@ -68,15 +68,20 @@ class Restoration:
         grouper: GrouperConfig,
         skipped: SkippedRecords,
         reader: Reader,
+        asking: Reader | None = None,
     ) -> None:
-        """`reader` comes from `reader_of_restores`; nothing else may use it until the restore is done."""
+        """`reader` comes from `reader_of_restores`; no other restore may read with it until this one is done.
+
+        `asking` is such a reader, which others may read with: it asks for positions. Each client would have to find the
+        group's coordinator first, which takes some 90 ms.
+        """
         self.partition = partition
         self.progress = RestoreProgress()
         self.restored: tuple[Fold, JournalPointers] | None = None
         """Fold and journal pointers, set at the end."""
         self._kafka, self._run, self._grouper = kafka, run, grouper
         self._partitions, self._topic_id = partitions, topic_id
-        self._skipped, self._reader = skipped, reader
+        self._skipped, self._reader, self._asking = skipped, reader, asking or reader
         self._began = self._told = time.monotonic()
         self._reading = self._read()
 
@@ -164,12 +169,12 @@ class Restoration:
         doing = f"reading offsets of group {self._group}"
         while time.monotonic() < deadline:
             try:
-                return self._reader.committed(self._rollouts, [self.partition], doing, _ASK_S)[0]
+                return self._asking.committed(self._rollouts, [self.partition], doing, _ASK_S)[0]
             except AccessDenied:
                 raise
             except BrokerUnavailable:
                 yield
-        return committed_offset(self._kafka, self._group, self._rollouts, self.partition, self._reader, _ASK_S)
+        return committed_offset(self._kafka, self._group, self._rollouts, self.partition, self._asking, _ASK_S)
 
     def check(self, restored: TaskState, added: JournalAccumulator) -> None:
         """Raise StateRefused if the state belongs to another topic, or was written by a newer core version."""
@@ -192,7 +197,7 @@ class Restoration:
 
     def _check_end(self, position: int, leader_epoch: int) -> None:
         """Refuse a log that was truncated below the position: records written there afterwards would never be read."""
-        begin, end = self._reader.bounds(self._rollouts, [self.partition])[self.partition]
+        begin, end = self._asking.bounds(self._rollouts, [self.partition])[self.partition]
         if leader_epoch < 0 or not begin < position <= end:
             return
         with closing(self._between(self._rollouts, position - 1, position, wait=False)) as read:

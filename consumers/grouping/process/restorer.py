@@ -86,7 +86,9 @@ class Restorer:
         for partition in sorted(self.waiting - self._restorations.keys())[: AT_ONCE - len(self._restorations)]:
             place = self._kafka, self._run, partition, self._partitions, self._topic_id
             reader = self._readers.pop() if self._readers else reader_of_restores(self._kafka, self._run, self._grouper)
-            self._restorations[partition] = Restoration(*place, self._grouper, self._skipped, reader), reader
+            asking = next((used for _, used in self._restorations.values()), reader)
+            restoration = Restoration(*place, self._grouper, self._skipped, reader, asking)
+            self._restorations[partition] = restoration, reader
 
     def step(self, for_s: float) -> GroupingTask | None:
         """Continue the restores in progress in turns for about `for_s` seconds; return a task as soon as it is done.
