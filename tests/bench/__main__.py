@@ -32,13 +32,14 @@ _REPETITIONS = {"quick": 2, "full": 3}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Return 1 if a row failed, after printing the other rows, else 0, however slow a row is."""
     args = build_parser().parse_args(arguments)
-    # Roles allocate so; here, baselines and child processes do, too.
-    if reuse_freed_memory():
-        os.environ.update({name: str(size_bytes) for name, (_, size_bytes) in MALLOC_SETTINGS.items()})
     form = "full" if args.full or args.only else "quick"
     names = args.only or (list(ROWS) if args.full else list(QUICK))
     earlier = read_document(args.compare) if args.compare else None
-    with tempfile.TemporaryDirectory(prefix="rollstream-bench-") as folder, _broker(Path(folder), names) as servers:
+    with (
+        _allocating_as_roles_do(),
+        tempfile.TemporaryDirectory(prefix="rollstream-bench-") as folder,
+        _broker(Path(folder), names) as servers,
+    ):
         settings = Settings(
             kafka=KafkaConfig(bootstrap_servers=servers),
             directory=Path(folder),
@@ -104,6 +105,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare", type=Path, metavar="OLD.json", help="show which rows differ from an earlier measurement"
     )
     return parser
+
+
+@contextmanager
+def _allocating_as_roles_do() -> Iterator[None]:
+    """Let this process, its baselines and its child processes reuse freed memory while the block runs."""
+    settings = {name: str(size_bytes) for name, (_, size_bytes) in MALLOC_SETTINGS.items()}
+    added = settings if reuse_freed_memory() else {}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
