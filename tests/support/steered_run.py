@@ -53,8 +53,12 @@ class SteeredRun:
         settings = self.values | {"data_dir": self.directory} | {k.replace("__", "."): v for k, v in values.items()}
         flags = [f"--set={name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-P", "-m", "rollstream", "run", str(self._recipe), *self._where, *flags]
+        # Environments of tests import helpers of the tests.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self._log.open("wb") as output:
-            self._process = subprocess.Popen(command, cwd=self._recipe.parent, stdout=output, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                command, cwd=self._recipe.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
         self.await_output("processes are ready")
 
     @property
