@@ -95,12 +95,12 @@ def answers(source: RealRun) -> Iterator[dict[str, Answer]]:
         "other": ("retrain", "--from-step", "6", OTHER),
         "fork too early": ("fork", "--from-step", "4", "--into", into),
         "fork": ("fork", "--from-step", "6", "--into", into, "--json", OTHER),
-        "learn": ("learn", "--config", str(source.directory / "runs" / into / "run.toml")),
+        "learn": ("role", "learn", "--config", str(source.directory / "runs" / into / "run.toml")),
         "fork again": ("fork", "--from-step", "8", "--into", into),
         "fork into itself": ("fork", "--from-step", "8", "--into", source.name),
     }
     lines = [
-        list(words) if words[0] == "learn" else source.command(*words, **SETTINGS)[4:] for words in commands.values()
+        list(words) if words[0] == "role" else source.command(*words, **SETTINGS)[4:] for words in commands.values()
     ]
     done = subprocess.run(
         [sys.executable, "-P", "-c", RUN_COMMANDS],
