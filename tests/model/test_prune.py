@@ -21,8 +21,7 @@ from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced, StateRefused
-from rollstream.topics.kafka import clients, open_transactions, provisioning, topic_admin
-from rollstream.topics.kafka.open_transactions import undecided
+from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transactional_ids import transactional_id
@@ -31,6 +30,7 @@ from rollstream.topics.records import BatchUse, DrainRequest, LearnerStep, Polic
 from rollstream.topics.steering import DONE, DRAIN, WANTED, write
 from tests.support.batches import random_batch, send_batches
 from tests.support.command_line import answer_of
+from tests.support.late_markers import committed_at_second_look
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
@@ -188,15 +188,7 @@ def test_a_learner_whose_last_step_no_reader_sees_yet_is_fenced_when_it_is_retir
     producer.begin_transaction()
     producer.produce(run.topic("steps"), encode(replace(read_steps(run.kafka, run.name, "gone")[1], timestamp=3e9)))
     producer.flush(120)
-    looks: list[object] = []
-
-    def commits_at_the_second_look(*place: Any) -> object:
-        looks.append(place)
-        if len(looks) == 2:
-            producer.commit_transaction(120)
-        return undecided(*place)
-
-    monkeypatch.setattr(open_transactions, "undecided", commits_at_the_second_look)
+    committed_at_second_look(producer, monkeypatch)
     retire(run.kafka, run.name, "gone", "it diverged")
     producer.begin_transaction()
     producer.produce(run.topic("steps"), b"late")

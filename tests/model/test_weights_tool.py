@@ -29,14 +29,14 @@ from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced
-from rollstream.topics.kafka import clients, open_transactions
-from rollstream.topics.kafka.open_transactions import undecided
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
 from tests.support.command_line import answer_of
+from tests.support.late_markers import committed_at_second_look
 from tests.support.runs import RealRun
 from tests.support.serving_engines import ARRAYS, MODEL, MODEL_JSON, published_exactly, values_digest
 from tests.support.versions import visible_manifests
@@ -128,15 +128,7 @@ def test_a_version_that_was_committed_just_before_is_listed_and_one_that_stays_o
     producer.flush(120)
     config = RunConfig(run=run.name, kafka=run.kafka)
     assert PublishedVersions(config).by_number.keys() == {0}
-    looks: list[object] = []
-
-    def commits_at_the_second_look(*place: Any) -> object:
-        looks.append(place)
-        if len(looks) == 2:
-            producer.commit_transaction(120)
-        return undecided(*place)
-
-    monkeypatch.setattr(open_transactions, "undecided", commits_at_the_second_look)
+    looks = committed_at_second_look(producer, monkeypatch)
     assert PublishedVersions(config).by_number.keys() == {0, 1}
     assert len(looks) > 1
 
