@@ -9,15 +9,15 @@ start until it is resumed.
 import time
 
 from rollstream.consumers.step_log import read_learners, read_publications
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.forked_learners import forked_learners
+from rollstream.topics.control.named_records import write_named
+from rollstream.topics.control.retired_learners import RETIRED, retired_learners
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.named_records import write_named
 from rollstream.topics.records import RetiredLearner
-from rollstream.topics.retired_learners import RETIRED, retired_learners
+from rollstream.topics.wire.catalogue import topic_name
 
 
 def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLearner:

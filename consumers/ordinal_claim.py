@@ -6,10 +6,10 @@ would fence its replacement. The claim is offset metadata in a separate consumer
 
 import uuid
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.wire.catalogue import topic_name
 
 
 class OrdinalClaim:

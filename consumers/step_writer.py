@@ -19,14 +19,14 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
-from rollstream.topics.trajectories import Tree, flatten
+from rollstream.topics.records.batch_uses import names_of
+from rollstream.topics.records.trajectory_arrays import Tree, flatten
+from rollstream.topics.wire.params_digest import params_digest
 
 logger = logging.getLogger(__name__)
 

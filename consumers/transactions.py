@@ -13,10 +13,8 @@ from concurrent.futures import Future
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, Fenced, Lapsed, RollstreamError
-from rollstream.topics.fates import DETAIL_LIMIT, clip
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.records import GroupPosition
@@ -24,7 +22,9 @@ from rollstream.topics.kafka.transaction_errors import Decision
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import ABORT, Transaction, TransactionalProducer, TransactionFailed
 from rollstream.topics.logs import event
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
+from rollstream.topics.records.fates import DETAIL_LIMIT, clip
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _ABORTS = "rollstream_transaction_aborts_total"

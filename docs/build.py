@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import rollstream
-from rollstream.pipeline.cli import build_parser
-from rollstream.pipeline.commands import COMMANDS
+from rollstream.pipeline.command_line.cli import build_parser
+from rollstream.pipeline.command_line.commands import COMMANDS
+from rollstream.pipeline.command_line.reference import Section, metric_meaning, metrics, sections
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
-from rollstream.pipeline.reference import Section, metric_meaning, metrics, sections
-from rollstream.topics.catalogue import CATALOGUE, TopicSpec
-from rollstream.topics.metric_catalogue import MetricSpec
+from rollstream.topics.metrics.catalogue import MetricSpec
+from rollstream.topics.wire.catalogue import CATALOGUE, TopicSpec
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

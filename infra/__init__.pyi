@@ -1,5 +1,5 @@
-from .broker import LocalBroker
-from .cluster import LocalCluster
+from .broker.broker import LocalBroker
+from .broker.cluster import LocalCluster
 from .config import BrokerConfig
 from .testing import KafkaContainer
 

@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollstream.infra.broker import LocalBroker
-from rollstream.infra.broker_state import read_cluster
-from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.broker_state import read_cluster
+from rollstream.infra.broker.cluster import LocalCluster
+from rollstream.infra.broker.ports import accepts_connections
+from rollstream.infra.broker.providers import external_kafka
 from rollstream.infra.config import PROVIDERS, BrokerConfig, BrokerLayout
-from rollstream.infra.ports import accepts_connections
-from rollstream.infra.providers import external_kafka
 from rollstream.topics.errors import BrokerUnavailable
 
 DEFAULT_PORT = 9092

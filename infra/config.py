@@ -1,6 +1,6 @@
 """Settings of a local broker, and the Kafka properties derived from them.
 
-Pure: the same settings always render the same properties. `rollstream.infra.broker` runs brokers with them.
+Pure: the same settings always render the same properties. `rollstream.infra.broker.broker` runs brokers with them.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class BrokerConfig:
     """Kafka's own keys, passed unchanged; they override the properties rendered here. Passwords and other secrets are
     references, env:NAME or file:PATH, resolved when a local broker starts."""
     node: ClusterNode | None = None
-    """The broker's place in a cluster; None for a single broker. Set by rollstream.infra.cluster."""
+    """The broker's place in a cluster; None for a single broker. Set by rollstream.infra.broker.cluster."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -1,6 +1,6 @@
 """Prepares a broker for each provider: writes its settings, formats its storage, and returns its command line.
 
-It does not start the broker; `rollstream.infra.broker_start` does.
+It does not start the broker; `rollstream.infra.broker.broker_start` does.
 """
 
 import base64
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
+from rollstream.infra.broker.providers import DockerKafka, JavaKafka
 from rollstream.infra.config import BrokerConfig, BrokerLayout, image_environment, render_properties, server_properties
-from rollstream.infra.providers import DockerKafka, JavaKafka
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import is_secret, resolve
@@ -85,7 +85,7 @@ def _java(
         raise BrokerUnavailable(f"Kafka reads the comma in {data} as the end of a directory: give another --data")
     properties = server_properties(config, port=port, controller_port=controller_port, log_dir=data)
     _write_private(layout.properties, render_properties(properties))
-    layout.log4j.write_text(files("rollstream.infra").joinpath("log4j2.xml").read_text())
+    layout.log4j.write_text(files("rollstream.infra.broker").joinpath("log4j2.xml").read_text())
     # Serial collector and first-tier compiler: half the memory and a faster start; a laptop's broker is not CPU-bound.
     java = [
         str(kafka.java.executable),

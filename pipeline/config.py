@@ -43,7 +43,7 @@ from rollstream.producers.config import (
     TasksConfig,
     WorkerConfig,
 )
-from rollstream.producers.flow_control import check_capacity
+from rollstream.producers.flow.flow_control import check_capacity
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig, TracesConfig
 from rollstream.topics.errors import ConfigurationError

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.metrics.writer import MetricsWriter
 
 TOTAL = "_total"
 """Suffix of metrics that only grow; the rate of `tokens_total` is published as `tokens_per_s`."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordTooLarge
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery
+from rollstream.topics.wire import codec
 
 _OVERHEAD_BYTES = 1024
 """Room for Kafka's batch header and framing, so that incompressible values still fit."""

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from rollstream.producers.record_sender import RecordSender, RolloutDelivery
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout
-from rollstream.topics.signatures import ROLLOUT, signed_or_plain, signer_of
 from rollstream.topics.traces.way import rollout_sent
-from rollstream.topics.validation import UIDS_LIMIT, untyped_problems
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.signatures import ROLLOUT, signed_or_plain, signer_of
+from rollstream.topics.wire.validation import UIDS_LIMIT, untyped_problems
 
 
 class RolloutProducer(RecordSender):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rollstream.pipeline.commands import COMMANDS, GROUPS
+from rollstream.pipeline.command_line.commands import COMMANDS, GROUPS
 from tests.support.paths import ROOT
 
 PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
@@ -34,7 +34,7 @@ SECONDS = {"unit": 2.0, "real": 12.0}
 
 
 def name_of(path: str) -> str:
-    """Import name of a file, as `rollstream.topics.codec` or `tests.support.runs`."""
+    """Import name of a file, as `rollstream.topics.wire.codec` or `tests.support.runs`."""
     dotted = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return f"rollstream.{dotted}" if path.split("/")[0] in PACKAGES else dotted
 

@@ -263,10 +263,11 @@ MUTANTS = (
            "            self._settled",
            "        if True:\n"
            "            self._settled"),
-    Mutant("half-evaluated", "producers/evaluator.py", ("producers/test_evaluator.py",),
+    Mutant("half-evaluated", "producers/worker/evaluator.py", ("producers/worker/test_evaluator.py",),
            "an evaluation cut short is never completed",
            "if len(episodes) >= prompts[name, version]}", "if episodes}"),
-    Mutant("overtaken", "producers/evaluator.py", ("producers/test_evaluator.py",), "an overtaken version is evaluated",
+    Mutant("overtaken", "producers/worker/evaluator.py", ("producers/worker/test_evaluator.py",),
+           "an overtaken version is evaluated",
            "if waiting and waiting[-1] > newest:", "if waiting:"),
     # -------------------- labeler
     Mutant("refused-labels", "consumers/labeling/process.py", AUDIT,
@@ -311,13 +312,13 @@ MUTANTS = (
            "a record written into a restored run is not noticed",
            "            if end != archived:\n", "            if end < archived:\n"),
     # -------------------- digests and signatures
-    Mutant("shape", "topics/params_digest.py", ("topics/test_params_digest.py", "topics/test_params_checksum.py"),
+    Mutant("shape", "topics/wire/params_digest.py", ("topics/wire",),
            "a digest does not depend on shapes",
            'f"{name}\\0{dtype}\\0{list(shape)}\\0{content}\\0"', 'f"{name}\\0{dtype}\\0{content}\\0"'),
-    Mutant("batch-digest", "topics/rl_examples.py", ("topics/test_batch_digest.py",),
+    Mutant("batch-digest", "topics/records/rl_examples.py", ("topics/test_batch_digest.py",),
            "a batch's digest does not depend on its rewards",
            'replace(batch, digest="")', 'replace(batch, digest="", rewards=batch.rewards[:0])'),
-    Mutant("mark-context", "topics/signatures.py", ("topics/test_signatures.py", *CORE),
+    Mutant("mark-context", "topics/wire/signatures.py", ("topics/wire/test_signatures.py", *CORE),
            "a signed mark is valid on every partition",
            'return _MARK + partition.to_bytes(4, "big")', "return _MARK"),
 )

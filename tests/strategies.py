@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics import codec, records
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics import records
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, SamplingParams
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key, partition_of
 
 # ---------------------------------------------------------------------- records, from their schemas
 

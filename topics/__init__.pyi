@@ -1,4 +1,3 @@
-from .codec import decode, decode_as, encode, schemas, values_of
 from .config import KafkaConfig, TopicsConfig
 from .errors import (
     BrokerUnavailable,
@@ -31,8 +30,9 @@ from .records import (
     TrajectoryRecord,
     Turn,
 )
-from .rl_examples import RLExample, Source
-from .trajectories import Trajectory
+from .records.rl_examples import RLExample, Source
+from .records.trajectory_arrays import Trajectory
+from .wire.codec import decode, decode_as, encode, schemas, values_of
 
 __all__ = [
     "BatchGroup",

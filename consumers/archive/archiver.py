@@ -13,7 +13,6 @@ from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
 from rollstream.consumers.files.stores import Store
-from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
@@ -22,6 +21,7 @@ from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import PRUNED, topic_name
 
 logger = logging.getLogger(__name__)
 TOPICS = (

@@ -15,8 +15,8 @@ from rollstream.consumers.archive.writer import records
 from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
 from rollstream.topics.records import JournalRecord, batch_numbers
+from rollstream.topics.wire.keys import decode_key
 
 
 def check_complete(store: Store, manifest: ArchiveManifest, *, incomplete: bool = False) -> None:

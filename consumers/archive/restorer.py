@@ -18,8 +18,6 @@ from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import TopicPartitionKey, records
 from rollstream.consumers.files.stores import Store
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig, RegistryConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
@@ -31,6 +29,8 @@ from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.logs import event
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 60.0

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.consumers.archive.manifest import LOG
-from rollstream.topics import codec
-from rollstream.topics.catalogue import spec_of, topic_name
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord, size_of
 from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, TrainingBatch
-from rollstream.topics.validation import batch_problems
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import spec_of, topic_name
+from rollstream.topics.wire.validation import batch_problems
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq

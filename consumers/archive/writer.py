@@ -32,9 +32,9 @@ from rollstream.consumers.archive.tables import (
 )
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.consumers.freed_memory import FreedMemory
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
+from rollstream.topics.wire.catalogue import topic_name
 
 TopicPartitionKey = tuple[str, int]
 """Topic and partition."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollstream.topics.fates import BATCHED, DROPPED, dropped_for, fate_and_reason
 from rollstream.topics.logs import event
 from rollstream.topics.records import FateCount, TrainingBatch
+from rollstream.topics.records.fates import BATCHED, DROPPED, dropped_for, fate_and_reason
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import PlugIns, checked
 from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
-from rollstream.topics.codec import decode_as, encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 
 Piped = Rollout | GroupCancelled | Mark | InputRecord | bytes | None
 

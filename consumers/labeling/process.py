@@ -30,7 +30,6 @@ from rollstream.consumers.labeling.labeler import (
 )
 from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
 from rollstream.consumers.transactions import RETRY_FOR_S, ExactlyOnce, OwnershipLost, Refused
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, Fenced
 from rollstream.topics.heartbeats import beat
@@ -39,10 +38,11 @@ from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.transactions import Transaction
-from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
-from rollstream.topics.metrics import MetricsWriter
-from rollstream.topics.signatures import signer_of
+from rollstream.topics.metrics.writer import MetricsWriter
+from rollstream.topics.records.labeling_progress import LabelingProgress
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.signatures import signer_of
 
 logger = logging.getLogger(__name__)
 _OVERHEAD_BYTES = 1024

@@ -9,7 +9,6 @@ from contextlib import closing
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.positions import refused_of, source_of
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
 from rollstream.topics.kafka import topic_admin
@@ -21,7 +20,8 @@ from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.labeling_progress import LabelingProgress
+from rollstream.topics.records.labeling_progress import LabelingProgress
+from rollstream.topics.wire.catalogue import topic_name
 
 _OUTPUTS = {"trajectories": source_of, "rollouts": source_of, "dead-letters": refused_of}
 

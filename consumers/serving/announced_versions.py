@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
 
 _RECORDS = 500
 KEPT = 8

@@ -8,13 +8,13 @@ from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.tables import archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.wire.catalogue import topic_name
 
 
 class RunLog(Protocol):

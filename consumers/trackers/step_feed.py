@@ -11,10 +11,10 @@ from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.trackers.rollout_traces import BatchedRollout, trace_of
 from rollstream.consumers.trackers.run_logs import RunLog
 from rollstream.consumers.trackers.tracker import RolloutTrace, TrackedStep
-from rollstream.topics.batch_uses import trained_rows
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, Metrics, Rollout, TrainingBatch
+from rollstream.topics.records.batch_uses import trained_rows
 
 R = TypeVar("R")
 

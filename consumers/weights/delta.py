@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
-from rollstream.topics.arrays import dtype_of, little_endian_view
-from rollstream.topics.params_digest import TensorDigest
 from rollstream.topics.records import PolicyManifest, Tensor
+from rollstream.topics.wire.arrays import dtype_of, little_endian_view
+from rollstream.topics.wire.params_digest import TensorDigest
 
 LARGEST_SHARE = 0.5
 """A version is published in full if its delta exceeds this share of the full bytes, both before compression."""

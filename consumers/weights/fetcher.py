@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate
 from rollstream.consumers.weights.file_fetcher import fetch_files
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.version_source import VersionSource, check_topics
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.traces.way import version_loaded
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from rollstream.consumers.weights.arrival_digests import ArrivalDigests
 from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decompress
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.consumers.weights.delta import apply_delta
-from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.errors import RecordError
-from rollstream.topics.params_digest import LARGE_BYTES, TensorDigest, described, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
+from rollstream.topics.wire.arrays import dtype_of, little_endian_view
+from rollstream.topics.wire.params_digest import LARGE_BYTES, TensorDigest, described, tensor_digests, tree_digest
 
 _MOST_NAMED = 8
 """Maximum number of chunks that a message names one by one."""

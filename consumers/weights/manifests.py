@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import decode_key
 
 Choice = Callable[[Mapping[int, PolicyManifest]], Collection[int]]
 """Chooses the versions whose manifests stay whole, given the manifests up to some place of the log."""

@@ -22,14 +22,14 @@ from rollstream.consumers.weights.manifests import published_after, read_policie
 from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
 from rollstream.consumers.weights.shard_writer import ShardWriter, draft
 from rollstream.consumers.weights.shards import Shard, joined, planned
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 logger = logging.getLogger(__name__)
 

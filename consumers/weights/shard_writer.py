@@ -16,15 +16,15 @@ from rollstream.consumers.weights.delta import LARGEST_SHARE, delta_content
 from rollstream.consumers.weights.file_publisher import FileWriter
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.shards import Offer, Plan, Shard
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Delivery, Sender
-from rollstream.topics.keys import encode_key
-from rollstream.topics.params_digest import TensorDigest, described, tensor_digests
 from rollstream.topics.records import Chunk, Tensor
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.params_digest import TensorDigest, described, tensor_digests
 
 _RECORD_OVERHEAD_BYTES = 1024
 _ATTEMPTS = 3

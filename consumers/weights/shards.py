@@ -12,8 +12,8 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.delta import LARGEST_SHARE
 from rollstream.consumers.weights.file_names import in_files
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.params_digest import TensorDigest, tree_digest
 from rollstream.topics.records import Chunk, Tensor
+from rollstream.topics.wire.params_digest import TensorDigest, tree_digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.layout import array_of, check_digests, content_of, known_dtype, places_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.params_digest import tensor_digests
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
+from rollstream.topics.wire.params_digest import tensor_digests
 
 
 class SpoolFailed(RollstreamError):

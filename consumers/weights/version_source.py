@@ -20,7 +20,6 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
@@ -29,6 +28,7 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
 
 _UNITS = {"seconds": "s", "bytes": "bytes", "rollouts": "none", "tokens": "none", "": "none"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24

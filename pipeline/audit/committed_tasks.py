@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.validation import decode_journal
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.validation import decode_journal
 
 
 def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from rollstream.pipeline.audit.pruning_plan import CALLS, PrunableSessions
 from rollstream.producers.gateway.session_names import episode_of
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import SessionEvent
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 
 GIVEN_UP_MS = 86_400_000
 """Time without a record after which a group no longer waits for members that were never started; otherwise it would

@@ -9,7 +9,7 @@ their readers. Labeled records stay if they are needed to recover lost positions
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollstream.topics.catalogue import PRUNED
+from rollstream.topics.wire.catalogue import PRUNED
 
 CALLS = "calls"
 CONTROL_TOPICS = ("unlabelled", "trajectories")

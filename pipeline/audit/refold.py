@@ -16,9 +16,6 @@ from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.pipeline.audit.topic_reading import read_journal
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
@@ -26,6 +23,9 @@ from rollstream.topics.kafka.reader import records_between
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import JournalRecord, Mark
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as
 
 _TAKE_EVERY = 200
 

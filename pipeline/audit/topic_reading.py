@@ -6,7 +6,6 @@ At its end, each tool reports the records that it skipped.
 from collections.abc import Iterator
 
 from rollstream.consumers.grouping.process.bootstrap import journal_record
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
@@ -14,7 +13,8 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, TrainingBatch
-from rollstream.topics.validation import batch_problems, entry_problems
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.validation import batch_problems, entry_problems
 
 Index = dict[str, tuple[int, BatchIndexEntry]]
 """Entry of each batch with its offset in the index, in the order in which learners read them."""

@@ -15,8 +15,7 @@ from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.refold import beginnings, journal_of, log_begins, refold, skips_in
 from rollstream.pipeline.audit.topic_reading import batch_at, read_batches, read_index
-from rollstream.pipeline.progress_bar import ProgressCallback
-from rollstream.topics.catalogue import topic_name
+from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
@@ -24,7 +23,8 @@ from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.catalogue import topic_name
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from rollstream.pipeline.deployment.access_rules import OPERATE, USERS, access_rules, users_of
 from rollstream.pipeline.deployment.description import PRUNE
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.kafka.access_control import AccessEntry
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 if TYPE_CHECKING:
     from rollstream.pipeline.config import RunConfig

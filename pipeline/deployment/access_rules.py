@@ -24,8 +24,8 @@ from rollstream.pipeline.deployment.description import (
     expanded,
     role_of,
 )
-from rollstream.topics.catalogue import CATALOGUE, PRUNED, TOOLS, topic_name
 from rollstream.topics.kafka.clients import FIRST_TOPIC, READERS
+from rollstream.topics.wire.catalogue import CATALOGUE, PRUNED, TOOLS, topic_name
 
 if TYPE_CHECKING:
     from rollstream.pipeline.config import RunConfig

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from rollstream.pipeline.commands import GROUPS
-from rollstream.topics.catalogue import CATALOGUE, TOOLS
+from rollstream.pipeline.command_line.commands import GROUPS
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.wire.catalogue import CATALOGUE, TOOLS
 
 if TYPE_CHECKING:
     from rollstream.pipeline.config import RunConfig

@@ -14,10 +14,10 @@ from importlib.metadata import version
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import GROUP, role_of
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.wire.catalogue import topic_name
 
 _LOOK_S = 1.0
 """Pause between two checks; the timeouts of single requests are multiples of it."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.kafka import granted, topic_admin
 from rollstream.topics.kafka.records import Place
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 SKEW_S = 5.0
 """Difference of clocks above which the stream time of grouping and the times in logs mislead."""

@@ -11,9 +11,9 @@ from rollstream.pipeline.deployment.access_plan import sharing
 from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import granted
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _IMPLIED = {"Read": {"Describe"}, "Write": {"Describe"}, "Delete": {"Describe"}, "AlterConfigs": {"DescribeConfigs"}}
 _EVERYTHING = {"Read", "Write", "Alter", "Delete", "AlterConfigs"}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from rollstream.pipeline.audit.committed_tasks import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import AccessDenied, RollstreamError
 from rollstream.topics.kafka import granted, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire.catalogue import topic_name
 
 _CHECK = "retention"
 _POSITIONS_KEPT_S = 30 * 86_400

@@ -11,10 +11,10 @@ from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.rollout_query import rows_of
 from rollstream.pipeline.index.rollout_rows import finite
 from rollstream.pipeline.tools.lineage import fate_node, record_lineage
-from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
-from rollstream.topics.rl_examples import REFERENCE
+from rollstream.topics.records.rl_examples import REFERENCE
+from rollstream.topics.wire.codec import decode
 
 TOKENS = 20_000
 """Maximum number of tokens in one answer."""

@@ -1,6 +1,6 @@
 """Fates in the index, stored as small numbers: the fates of the journal, and what steps did with batched rollouts."""
 
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
+from rollstream.topics.records.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
 SETTLED = "settled"

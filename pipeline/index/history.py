@@ -8,7 +8,7 @@ from typing import Any
 from rollstream.pipeline.index import fates
 from rollstream.pipeline.index.rollout_rows import first_id_at, time_of
 from rollstream.pipeline.run.component_metrics import ComponentMetrics, present
-from rollstream.topics.fates import DROPPED
+from rollstream.topics.records.fates import DROPPED
 
 SERVERS = ("infer", "serve-weights", "engine")
 """Roles whose components sample with a policy version."""

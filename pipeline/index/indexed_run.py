@@ -9,23 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.configuration_history import ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
+from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import schema
+from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.log_source import PLACES, IndexSource, TopicSource
 from rollstream.pipeline.index.places import history_of, uid_key
 from rollstream.pipeline.index.writer import IndexWriter, index_file
-from rollstream.pipeline.progress_bar import progress
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError, StateRefused, TopicError
-from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,
@@ -36,7 +31,11 @@ from rollstream.topics.records import (
     Rollout,
     TrainingBatch,
 )
-from rollstream.topics.validation import decode_journal
+from rollstream.topics.records.fates import BATCHED, DROPPED
+from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.validation import decode_journal
 
 
 class RolloutPlace(NamedTuple):

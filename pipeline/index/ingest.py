@@ -22,15 +22,15 @@ from rollstream.pipeline.index.rollout_rows import (
     values_of,
 )
 from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
-from rollstream.topics.catalogue import name_in_run
-from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError
-from rollstream.topics.fates import DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.metric_catalogue import SUBJECTS
-from rollstream.topics.offset_ranges import spans_of
+from rollstream.topics.metrics.catalogue import SUBJECTS
 from rollstream.topics.records import JournalRecord, LearnerStep, Metrics, Rollout, TrainingBatch
-from rollstream.topics.validation import batch_problems, decode_journal
+from rollstream.topics.records.fates import DROPPED
+from rollstream.topics.records.offset_ranges import spans_of
+from rollstream.topics.wire.catalogue import name_in_run
+from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.validation import batch_problems, decode_journal
 
 BUCKET_MS = 10_000
 """Length of a time bucket. Only the last value of each component's metric within a bucket is kept."""

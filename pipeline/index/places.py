@@ -12,14 +12,14 @@ from contextlib import suppress
 from rollstream.consumers.grouping.process.bootstrap import journal_record
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
 from rollstream.pipeline.index.rollout_rows import finite
-from rollstream.topics.catalogue import name_in_run
-from rollstream.topics.codec import kind_of, leading_text
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.offset_ranges import spans_of
 from rollstream.topics.records import BatchIndexEntry, FinishedOffsets, JournalRecord, LearnerStep, PolicyManifest
-from rollstream.topics.validation import entry_problems
+from rollstream.topics.records.offset_ranges import spans_of
+from rollstream.topics.wire.catalogue import name_in_run
+from rollstream.topics.wire.codec import kind_of, leading_text
+from rollstream.topics.wire.validation import entry_problems
 
 _KINDS: dict[str, type] = {"batch-index": BatchIndexEntry, "steps": LearnerStep, "policies": PolicyManifest}
 """Kind of the records of each topic whose places are kept, besides `rollouts` and `journal`."""

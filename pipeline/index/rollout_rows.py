@@ -3,11 +3,11 @@
 import math
 from typing import NamedTuple
 
-from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, Turn
-from rollstream.topics.validation import REWARD_LIMIT
+from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.validation import REWARD_LIMIT
 
 PREVIEW = 200
 """Maximum number of characters of a rollout that lists show."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rollstream.pipeline.index import fates
 from rollstream.pipeline.index.fates import UNREAD
-from rollstream.topics.fates import BATCHED
+from rollstream.topics.records.fates import BATCHED
 
 Span = tuple[int, int]
 """First and last offset of a range."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.consumers.files.stores import open_store
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
-from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series, sqlite_files
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.log_source import ArchiveSource, IndexSource, TopicSource

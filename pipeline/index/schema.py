@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index import sqlite_files
 
 VERSION = 7
 """Version of the tables and of their contents; raise it with each change of either."""

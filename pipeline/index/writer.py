@@ -16,21 +16,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import schema
+from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.ingest import Ingest, decoded
 from rollstream.pipeline.index.log_source import PLACES, ROLLOUTS, IndexSource
 from rollstream.pipeline.index.places import PlaceTables
-from rollstream.pipeline.progress_bar import ProgressCallback
 from rollstream.pipeline.ui.config import UiConfig
-from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord, TrainingBatch
+from rollstream.topics.wire.catalogue import name_in_run
 
 logger = logging.getLogger(__name__)
 _PORTION = 4000

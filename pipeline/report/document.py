@@ -7,9 +7,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from rollstream.pipeline.command_line.text_tables import bytes_text, printable, utc_time
 from rollstream.pipeline.report.line_chart import COLOURS, Curve, chart, number_text
 from rollstream.pipeline.report.run_facts import RunFacts
-from rollstream.pipeline.text_tables import bytes_text, printable, utc_time
 
 _LONGEST_TEXT = 4000
 """Largest number of characters shown of a turn."""

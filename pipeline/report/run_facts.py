@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.run_index import RunIndex, index_file
 from rollstream.pipeline.report.line_chart import Curve
-from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import DeadlineExceeded, TopicError
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.codec import decode_as
 
 EXAMPLES = 3
 """Number of best rollouts in a report, and of worst rollouts."""

@@ -23,14 +23,14 @@ from rollstream.pipeline.audit.refold import (
     skips_in,
 )
 from rollstream.pipeline.audit.topic_reading import read_batches
-from rollstream.pipeline.batch_run import BatchWriter, TimedEntry
 from rollstream.pipeline.rescoring.rescorer import rescored
 from rollstream.pipeline.rescoring.reward_changes import RewardChanges
+from rollstream.pipeline.run.batch_run import BatchWriter, TimedEntry
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Drop, Float32, JournalRecord, TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
 
 NO_VARIANCE = ("zero_variance", "zero_advantage")
 """Reasons for dropping a rollout that teaches nothing; such a rollout counts as one with advantage 0."""

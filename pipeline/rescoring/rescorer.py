@@ -12,13 +12,10 @@ from contextlib import closing
 from itertools import islice
 from typing import NamedTuple
 
-from rollstream.pipeline.progress_bar import ProgressCallback
+from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.pipeline.rescoring.rescoring import Rescoring
-from rollstream.producers.environment import Score
-from rollstream.producers.verifier_pool import VerifierFailed, VerifierPool
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
+from rollstream.producers.environments.environment import Score
+from rollstream.producers.environments.verifier_pool import VerifierFailed, VerifierPool
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
@@ -29,8 +26,11 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import RescoredRollout, Rollout
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 _AT_ONCE = 64
 """Rollouts given to the verifier at a time."""

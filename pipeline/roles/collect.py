@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.steering_follower import SteeringFollower
 from rollstream.topics.user_code import load_object
 
 _LOOK_S = 1.0

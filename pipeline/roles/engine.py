@@ -27,7 +27,7 @@ from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.infer import wait_for_version

@@ -8,18 +8,18 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
-from rollstream.pipeline.environments import environments_of, played_by
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.pipeline.run.run_environments import environments_of, played_by
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.metrics_publisher import MetricsPublisher
-from rollstream.producers.worker_process import run_worker
+from rollstream.producers.worker.worker_process import run_worker
+from rollstream.topics.control.steering import desired_state
 from rollstream.topics.logs import event
-from rollstream.topics.steering import desired_state
 
 logger = logging.getLogger(__name__)
 

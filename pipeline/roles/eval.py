@@ -3,13 +3,13 @@
 import argparse
 import asyncio
 
-from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.environments import environments_of
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
-from rollstream.producers.evaluator import run_evaluator
+from rollstream.pipeline.run.run_environments import environments_of
+from rollstream.producers.worker.evaluator import run_evaluator
 from rollstream.topics.errors import ConfigurationError
 
 

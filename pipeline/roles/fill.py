@@ -5,13 +5,13 @@ from pathlib import Path
 
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 
 _POLL_S = 0.2
 

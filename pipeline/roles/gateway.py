@@ -4,9 +4,9 @@ import argparse
 import asyncio
 from dataclasses import replace
 
-from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.env import servers_of
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped

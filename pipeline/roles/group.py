@@ -5,9 +5,9 @@ import gc
 from contextlib import closing
 
 from rollstream.consumers.grouping.process.grouping_process import run_grouping
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
@@ -94,8 +94,8 @@ def _skip(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _pause(config: RunConfig, args: argparse.Namespace) -> int:
+    from rollstream.topics.control.paused_partitions import pause, resume
     from rollstream.topics.kafka import clients
-    from rollstream.topics.paused_partitions import pause, resume
 
     if not (args.place or "").isdecimal():
         raise ConfigurationError(f"name a partition, e.g. `rollstream role group {args.action} 0 --run {config.run}`")

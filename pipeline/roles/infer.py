@@ -15,9 +15,9 @@ from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped

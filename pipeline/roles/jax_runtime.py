@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollstream.pipeline import interruption
+from rollstream.pipeline.command_line import interruption
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 

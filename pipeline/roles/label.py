@@ -5,9 +5,9 @@ import argparse
 from rollstream.consumers.labeling.config import JUDGE, LabelingConfig
 from rollstream.consumers.labeling.labeler import Labeler, labeler_of
 from rollstream.consumers.labeling.process import run_labeling
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError

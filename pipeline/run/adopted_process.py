@@ -4,7 +4,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from rollstream.infra.process_identity import ProcessIdentity, await_end, is_running, send
+from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, is_running, send
 
 NO_EXIT_CODE = 256
 """Exit code reported for an adopted process that left none, for example because it was killed."""

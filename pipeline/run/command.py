@@ -15,10 +15,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.control.steering import answer, put_back
 from rollstream.pipeline.deployment.description import ENV, GROUP, LEARN
-from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
@@ -30,20 +30,20 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
+from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.run_lease import RunLease
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
-from rollstream.pipeline.steering import answer, put_back
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.beside_run import RunPage
+from rollstream.topics.control.steering import DesiredState
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
-from rollstream.topics.steering import DesiredState
-from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 _LINE_S = 10.0

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollstream.pipeline.text_tables import printable
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.producers.metrics_publisher import RUNNING
 from rollstream.topics.records import Metrics
 

@@ -13,11 +13,11 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import COLLECT
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.supervisor import Supervisor
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from rollstream.consumers.grouping.process.mark_writer import drain
 from rollstream.consumers.weights.manifests import committed_manifests
-from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
-from rollstream.infra.providers import external_kafka
+from rollstream.infra.broker.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.infra.broker.providers import external_kafka
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENGINE, ENV, GROUP, LEARN
-from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.index.indexed_run import RolloutPlace, indexed_run
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import plan as plans
@@ -35,6 +34,7 @@ from rollstream.pipeline.run.held_out_evaluation import evaluate
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
+from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.warm_start import demonstrated
@@ -44,11 +44,11 @@ from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.report import write_report
 from rollstream.pipeline.tools.top import frame
 from rollstream.pipeline.ui.beside_run import RunPage
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 OTHER_ESTIMATOR = "grpo"
 """Estimator with which the log is replayed for comparison; a run that uses it is replayed with `_ANOTHER` instead."""

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
-from rollstream.pipeline.command_parser import Setting
+from rollstream.pipeline.command_line.command_parser import Setting
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.engine import check_engine_python
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Rollout
-from rollstream.topics.rl_examples import WEIGHT_VERSION
+from rollstream.topics.records.rl_examples import WEIGHT_VERSION
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 
 STEPS = 40
 """Learner steps unless --steps says otherwise."""

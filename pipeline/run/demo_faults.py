@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import GROUP, LEARN
 from rollstream.pipeline.run.plan import RunPlan
-from rollstream.pipeline.text_tables import table
 
 
 class Roles(Protocol):

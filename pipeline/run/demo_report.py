@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rollstream.consumers.grouping.selection_bias import MEASURES, TOLERANCE, warning
+from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, command_text, table
 from rollstream.pipeline.run.demo_faults import Fault, faults_text, plain_faults
-from rollstream.pipeline.text_tables import bytes_text, clipped, command_text, table
 
 if TYPE_CHECKING:
     from rollstream.pipeline.run.demo_engine import EngineUse

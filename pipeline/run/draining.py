@@ -21,17 +21,17 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, counts
 from rollstream.pipeline.run.component_metrics import GONE_S, ComponentMetrics, NewestMetrics
 from rollstream.pipeline.run.control_run import is_labeling_behind
-from rollstream.topics import steering
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control import steering
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import DrainRequest, Metrics
-from rollstream.topics.steering_follower import SteeringFollower
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1.0

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from rollstream.topics.fates import BATCHED, dropped_for
 from rollstream.topics.records import FateCount
+from rollstream.topics.records.fates import BATCHED, dropped_for
 
 FLAT_VERSIONS = 20
 """Versions without a batched rollout after which an environment counts as flat."""

@@ -4,12 +4,12 @@ server."""
 import asyncio
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.run.demo_report import HeldOutScore
-from rollstream.producers import evaluation
+from rollstream.pipeline.run.run_environments import environments_of
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.inference.client import client_of
-from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.worker import evaluation
 
 
 def evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore:

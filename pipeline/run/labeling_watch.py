@@ -9,7 +9,6 @@ import threading
 from contextlib import closing, suppress
 from typing import NamedTuple
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RollstreamError
@@ -17,6 +16,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.reader import Reader, ends_of_records
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 2.0

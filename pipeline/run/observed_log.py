@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.wire.catalogue import topic_name
 
 OBSERVED = ("rollouts", "journal", "batch-index", "steps", "policies", "metrics", "control")
 """Topics that an observer follows, by their names in the catalogue."""

@@ -17,13 +17,12 @@ from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
 from rollstream.pipeline.run.observed_log import ObservedLog, TopicLog
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.paused_partitions import note_paused
+from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import DeadlineExceeded, RecordError
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.paused_partitions import note_paused
 from rollstream.topics.records import (
     BatchIndexEntry,
     JournalRecord,
@@ -33,8 +32,9 @@ from rollstream.topics.records import (
     PolicyManifest,
     Rollout,
 )
-from rollstream.topics.steering import DesiredState
-from rollstream.topics.validation import REWARD_LIMIT
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.validation import REWARD_LIMIT
 
 EXACT = "exact"
 _NEWEST_METRICS = 5000

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
+from rollstream.infra.broker.process_identity import ProcessIdentity, identify, is_running
 
 REGISTRY_VARIABLE = "ROLLSTREAM_REGISTRY"
 """Variable with the path of the list, set for processes that may be adopted."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from rollstream.infra.ports import free_port, free_port_row
+from rollstream.infra.broker.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, load, secret_variables, to_toml
 from rollstream.pipeline.deployment.description import (
     ENV,

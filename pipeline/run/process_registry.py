@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rollstream.consumers.files.atomic_files import StoreError, lock_directory, write_json
-from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
+from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
 from rollstream.pipeline.run.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
 from rollstream.topics.closing import Closing

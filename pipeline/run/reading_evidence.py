@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollstream.consumers.grouping.process.bootstrap import WRITER
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.wire.catalogue import topic_name
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rollstream.infra.process_identity import ProcessIdentity, identify
+from rollstream.infra.broker.process_identity import ProcessIdentity, identify
+from rollstream.pipeline.command_line.text_tables import utc_time
 from rollstream.pipeline.run.role_process import ORPHAN_GRACE_S
-from rollstream.pipeline.text_tables import utc_time
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.steering import SUPERVISOR, desired_state, write
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, Fenced
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Failure
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import RunSupervisor
-from rollstream.topics.steering import SUPERVISOR, desired_state, write
-from rollstream.topics.steering_follower import SteeringFollower
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 logger = logging.getLogger(__name__)
 RENEW_S = 5.0

@@ -10,7 +10,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.flat_environments import FLAT_VERSIONS
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.topics.logs import event
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 
 logger = logging.getLogger(__name__)
 STILL_S = 60.0

@@ -10,20 +10,20 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from rollstream.infra.ports import is_free
+from rollstream.infra.broker.ports import is_free
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.control.steering import REPLICAS, SCALED
 from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, process_name, role_of
-from rollstream.pipeline.environments import played_by
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
 from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.run_environments import played_by
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.steering import REPLICAS, SCALED
+from rollstream.topics.control.steering import EVALUATE, NOW, PROCESSES, DesiredState
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.logs import event
 from rollstream.topics.records import DesiredProcesses, EvaluationRequest
-from rollstream.topics.steering import EVALUATE, NOW, PROCESSES, DesiredState
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.process_identity import ProcessIdentity, identify, is_running, kill_group
+from rollstream.infra.broker.process_identity import ProcessIdentity, identify, is_running, kill_group
 from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
 from rollstream.pipeline.run.role_spec import RoleSpec
 

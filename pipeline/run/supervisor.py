@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rollstream.infra.process_identity import await_end
-from rollstream.pipeline import interruption
+from rollstream.infra.broker.process_identity import await_end
+from rollstream.pipeline.command_line import interruption
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
 from rollstream.pipeline.run.crash_loops import CrashLoop
 from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
@@ -38,7 +38,7 @@ from rollstream.pipeline.run.supervised_role import SupervisedRole, Unstarted, c
 from rollstream.topics.errors import DeadlineExceeded, Fenced, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 60.0

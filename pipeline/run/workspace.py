@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
-from rollstream.infra.broker_state import find
+from rollstream.infra.broker.broker_state import find
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import JsonFormatter

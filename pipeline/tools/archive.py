@@ -17,9 +17,9 @@ from rollstream.consumers.archive.writer import ArchiveWriter, check_files
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import Store, open_store
 from rollstream.consumers.freed_memory import use_c_library_for_arrow
-from rollstream.pipeline.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, DeadlineExceeded
 from rollstream.topics.logs import event

@@ -27,15 +27,15 @@ from rollstream.pipeline.audit.attestation.statement import (
     signed,
     statement_of,
 )
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
-from rollstream.topics.signatures import Signer
+from rollstream.topics.wire.params_digest import params_digest
+from rollstream.topics.wire.signatures import Signer
 
 _SHOWN = 16
 """Number of characters shown of a digest."""

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 
 from rollstream.infra import commands
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.kafka import hanging_transactions
 from rollstream.topics.kafka.hanging_transactions import OpenTransaction

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rollstream.pipeline.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, time_text
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import Reader, read_to_end, silence
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 _POLL_S = 0.1

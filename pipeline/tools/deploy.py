@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.pipeline.command_parser import add_command, set_handler, wait_seconds
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig, secret_variables
 from rollstream.pipeline.deployment.description import ROLES
 from rollstream.pipeline.settings import is_setting_variable, variable_of

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollstream.pipeline.audit.ledger import REDRIVEN
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import clipped, printable, table
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.producers.record_sender import limit_bytes_of
-from rollstream.topics.catalogue import name_in_run, topic_name
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, StateRefused, TopicError
 from rollstream.topics.kafka import clients
@@ -31,12 +29,14 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
-from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
-from rollstream.topics.trajectories import from_record
+from rollstream.topics.records.trajectory_arrays import from_record
 from rollstream.topics.user_code import load_file
-from rollstream.topics.validation import untyped_problems
+from rollstream.topics.wire.catalogue import name_in_run, topic_name
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
+from rollstream.topics.wire.validation import untyped_problems
 
 _WIDTH = 44
 SOURCES = ("rollouts", "unlabelled")

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from rollstream.pipeline.command_parser import configuration_flags, set_handler
+from rollstream.pipeline.command_line.command_parser import configuration_flags, set_handler
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import USERS
 from rollstream.pipeline.doctor import cluster
@@ -18,7 +19,6 @@ from rollstream.pipeline.doctor.clock import check_clock
 from rollstream.pipeline.doctor.findings import Finding, Level
 from rollstream.pipeline.doctor.permissions import check_permissions
 from rollstream.pipeline.doctor.retention import check_retention
-from rollstream.pipeline.text_tables import printable
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients
 

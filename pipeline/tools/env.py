@@ -2,7 +2,7 @@
 
 import argparse
 
-from rollstream.pipeline.command_parser import add_command
+from rollstream.pipeline.command_line.command_parser import add_command
 from rollstream.pipeline.tools import environment_check, environment_template
 
 

@@ -15,30 +15,30 @@ from functools import partial
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.random_policy import RandomPolicy
-from rollstream.producers.agent_player import play_agents
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
-from rollstream.producers.environment import SPLITS, AgentEnvironment, Episode, Prompt
-from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.environments.environment import SPLITS, AgentEnvironment, Episode, Prompt
+from rollstream.producers.environments.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.gateway.local_gateway import LocalGateway
-from rollstream.producers.group_player import EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.record_sender import check_size, limit_bytes_of
-from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.producers.sampling import GroupSampling, SamplingClient
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
+from rollstream.producers.worker.agent_player import play_agents
+from rollstream.producers.worker.group_player import EpisodeLimits, play_group
+from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of
+from rollstream.producers.worker.sampling import GroupSampling, SamplingClient
 from rollstream.topics.errors import ConfigurationError, RecordError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import untyped_problems
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import untyped_problems
 
 _WIDTH = 80
 _LOOK_S = 2.0

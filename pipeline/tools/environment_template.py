@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from rollstream.pipeline.text_tables import command_text
+from rollstream.pipeline.command_line.text_tables import command_text
 from rollstream.topics.errors import ConfigurationError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -2,9 +2,9 @@
 
 import argparse
 
-from rollstream.pipeline import steering
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.control import steering
 from rollstream.pipeline.tools.plain_values import compact
 
 

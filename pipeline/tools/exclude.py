@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.config import EXCLUSIONS, GroupingConfig
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import command_text, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.indexed_run import indexed_run
-from rollstream.pipeline.text_tables import command_text, printable, table
 from rollstream.pipeline.tools.exclusion_marks import (
     Exclusion,
     check_environments,
@@ -32,10 +32,10 @@ from rollstream.pipeline.tools.exclusion_report import (
     tell_learners,
 )
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.offset_ranges import OffsetRange
+from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.wire.catalogue import topic_name
 
 _ROWS = 40
 """Maximum number of batches printed for people."""

@@ -15,11 +15,8 @@ from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import requested_skips
 from rollstream.pipeline.audit.committed_tasks import committed_positions, committed_tasks
 from rollstream.pipeline.tools.plain_values import decoded
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
-from rollstream.topics.fates import OTHER_ENVIRONMENTS
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end, records_between
@@ -28,9 +25,12 @@ from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import JournalRecord, Mark, Rollout
-from rollstream.topics.signatures import MarkSigner
+from rollstream.topics.records.fates import OTHER_ENVIRONMENTS
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.signatures import MarkSigner
 
 _TIMEOUT_S = 30.0
 

@@ -10,21 +10,21 @@ from typing import Any
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.topic_reading import read_batches, read_journal
+from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.index.indexed_run import IndexedRun, fates_in, oldest_snapshot
-from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.pipeline.tools.plain_values import decoded
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
-from rollstream.topics.offset_ranges import OffsetRange
 from rollstream.topics.records import ExcludedBatch, Rollout, TrainingBatch
+from rollstream.topics.records.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
+from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 
 @dataclass

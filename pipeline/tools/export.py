@@ -22,15 +22,15 @@ from rollstream.consumers.weights.content import ChunksGone, ChunksLate, Weights
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import compact
 from rollstream.pipeline.tools.published_versions import fetching, read_whole
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -19,19 +19,19 @@ from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import read_steps
-from rollstream.pipeline.batch_run import first_record
-from rollstream.pipeline.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.text_tables import command_text
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import plan as plans
-from rollstream.pipeline.text_tables import command_text
+from rollstream.pipeline.run.batch_run import first_record
 from rollstream.pipeline.tools.topics import provision
-from rollstream.producers.mixture_states import MIXTURE, newest_states
+from rollstream.producers.flow.mixture_states import MIXTURE, newest_states
+from rollstream.topics.control.forked_learners import write_fork
+from rollstream.topics.control.named_records import write_named
+from rollstream.topics.control.steering import desired_state
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.forked_learners import write_fork
 from rollstream.topics.kafka import clients
-from rollstream.topics.named_records import write_named
 from rollstream.topics.records import ForkedLearner, LearnerStep
-from rollstream.topics.steering import desired_state
 
 
 @dataclass(frozen=True, kw_only=True)

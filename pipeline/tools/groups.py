@@ -10,9 +10,9 @@ from typing import Any
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.view import GroupStore
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.plain_values import compact
 from rollstream.topics.kafka import clients
 

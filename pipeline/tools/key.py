@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from rollstream.topics.signatures import Signer, write_key
+from rollstream.topics.wire.signatures import Signer, write_key
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 
 from rollstream.consumers.learner_retirement import resume, retire
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.kafka import clients
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.pipeline.audit.ledger import LiveLedger, ledger
-from rollstream.pipeline.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.demo_report import ledger_text
-from rollstream.pipeline.text_tables import clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact
 
 _NAME_WIDTH = 48

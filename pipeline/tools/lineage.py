@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.fates import SETTLED
 from rollstream.pipeline.index.indexed_run import Fate, IndexedRun, RolloutPlace, StepUse, indexed_run
-from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
 from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.fates import BATCHED, DROPPED
-from rollstream.topics.offset_ranges import spans_of, to_ranges
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.records.fates import BATCHED, DROPPED
+from rollstream.topics.records.offset_ranges import spans_of, to_ranges
 
 _LOST = "a batch that the log does not hold where the index says"
 

@@ -17,19 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rollstream.consumers.files.atomic_files import replacing, write_json
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import table
 from rollstream.producers.record_sender import limit_bytes_of
-from rollstream.topics.avro_files import (
-    ContainerDamage,
-    container_metadata,
-    read_container,
-    read_rollouts,
-    write_rollouts,
-)
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
@@ -38,9 +29,18 @@ from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout, RolloutBatch
-from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
+from rollstream.topics.wire.avro_files import (
+    ContainerDamage,
+    container_metadata,
+    read_container,
+    read_rollouts,
+    write_rollouts,
+)
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
 
 _RUN = "run:"
 _IDENTITY = "rollstream.source"

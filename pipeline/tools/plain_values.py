@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.pipeline.text_tables import printable
-from rollstream.topics import codec
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.wire import codec
 
 _HEAD_BYTES = 16
 _SUMMARISED = 8

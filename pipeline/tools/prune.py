@@ -45,24 +45,24 @@ from rollstream.pipeline.audit.pruning_plan import (
 )
 from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
 from rollstream.pipeline.audit.topic_reading import read_journal
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
-from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, time_text
-from rollstream.topics.catalogue import PRUNED, name_in_run, topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.forked_learners import forked_learners
+from rollstream.topics.control.retired_learners import retired_learners
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
-from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
-from rollstream.topics.retired_learners import retired_learners
-from rollstream.topics.validation import entry_problems
+from rollstream.topics.wire.catalogue import PRUNED, name_in_run, topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.validation import entry_problems
 
 KEEP_BATCHES = 1000
 """Default number of batches that stay verifiable."""

@@ -19,15 +19,15 @@ from rollstream.consumers.weights.manifests import Manifests, read_policies, sho
 from rollstream.consumers.weights.rollback import RollbackNote, note_of
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import tell
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
 
 THERE, EXPIRING, GONE, UNLISTED = "there", "expiring", "gone", "unlisted"
 """States of a version's chunks: there; there, but tombstoned; gone; and in a store that does not answer or is not

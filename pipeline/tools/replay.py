@@ -28,20 +28,20 @@ from rollstream.pipeline.audit.refold import (
     skips_in,
 )
 from rollstream.pipeline.audit.topic_reading import read_batches
-from rollstream.pipeline.batch_run import BatchWriter, TimedEntry, prepare, write_index
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.progress_bar import ProgressCallback, progress
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig, settings_with_origins
-from rollstream.pipeline.progress_bar import ProgressCallback, progress
-from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.run.batch_run import BatchWriter, TimedEntry, prepare, write_index
 from rollstream.pipeline.tools.cat import milliseconds
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import Drop, JournalRecord, TrainingBatch, batch_numbers
+from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.wire.catalogue import topic_name
 
 _FIXED = ("generation",)
 """Settings that a replay does not change."""

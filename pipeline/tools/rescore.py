@@ -16,10 +16,10 @@ from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_ste
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.topic_reading import read_steps
-from rollstream.pipeline.batch_run import prepare, write_index
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.progress_bar import progress
+from rollstream.pipeline.command_line.text_tables import command_text, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.rescoring.consequences import LearnerConsequences, consequences, errors_of, taken_until
 from rollstream.pipeline.rescoring.corrected_fold import (
     CorrectedPartition,
@@ -29,15 +29,15 @@ from rollstream.pipeline.rescoring.corrected_fold import (
 )
 from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
-from rollstream.pipeline.text_tables import command_text, printable, table
+from rollstream.pipeline.run.batch_run import prepare, write_index
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.producers.verifier_pool import VerifierPool
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
+from rollstream.producers.environments.verifier_pool import VerifierPool
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 
 _ROWS = 20
 """Largest number of a learner's steps printed for people."""

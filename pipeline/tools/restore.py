@@ -8,9 +8,9 @@ from typing import Any
 
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.files.stores import open_store
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.archive import current_manifest
 
 

@@ -10,13 +10,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.process_number import add_number
+from rollstream.pipeline.command_line.text_tables import clipped, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
 from rollstream.pipeline.run.learner_members import members
 from rollstream.pipeline.run.warm_start import warm_start_examples
-from rollstream.pipeline.text_tables import clipped, table
 from rollstream.topics.kafka import clients
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.trackers.run_logs import ArchiveLog, BrokerLog, RunLog
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
-from rollstream.pipeline.command_parser import Setting, set_handler, wait_seconds
+from rollstream.pipeline.command_line.command_parser import Setting, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals

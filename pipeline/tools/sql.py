@@ -15,9 +15,9 @@ from typing import Any
 from rollstream.consumers.archive.sql import VIEWS, QueryResult, queried_type, query, times_of
 from rollstream.consumers.archive.tables import SCHEMAS
 from rollstream.consumers.files.stores import open_store
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact
 from rollstream.topics.errors import ConfigurationError

@@ -15,13 +15,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollstream.pipeline import interruption
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_line import interruption
+from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.component_metrics import component_lines
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
-from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.kafka import clients
 

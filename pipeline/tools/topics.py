@@ -8,9 +8,9 @@ import json
 import logging
 from collections.abc import Sequence
 
-from rollstream.pipeline.command_parser import add_command, set_handler, wait_seconds
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler, wait_seconds
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools import acls
 from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.provisioning import MOVE_REPLICAS, TopicPlan

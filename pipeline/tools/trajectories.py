@@ -21,9 +21,9 @@ from rollstream.consumers.buffers.trajectories.index import TrajectoryIndex
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
 from rollstream.consumers.buffers.trajectories.rows import layout_of, refuse_other
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.topics.errors import ConfigurationError, RecordError
 
 _SHOWN = 5

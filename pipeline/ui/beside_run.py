@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run.role_spec import RoleSpec

@@ -14,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
+from rollstream.producers.flow.start_progress import report_growth
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.record_sender import limit_bytes_of
-from rollstream.producers.start_progress import report_growth
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeliveryError, RecordError, RecordTooLarge
 from rollstream.topics.kafka import topic_admin
@@ -29,8 +27,10 @@ from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
 
 V = TypeVar("V")
 CallRecord = ModelCall | SessionEvent

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from rollstream.producers.episodes.branches import Branch, branches_of, distinct
+from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.call_forms import sampling_params
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import (
     NO_FLOATS,
@@ -21,7 +21,7 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.rl_examples import WEIGHT_VERSION
+from rollstream.topics.records.rl_examples import WEIGHT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)

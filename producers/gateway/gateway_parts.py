@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 from rollstream.producers.config import WorkerConfig
+from rollstream.producers.flow.policy_versions import PolicySource
 from rollstream.producers.gateway.call_log import CallLog
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
@@ -15,7 +16,6 @@ from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.service import EpisodeWriter, SessionService
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from rollstream.producers.config import CapacityConfig, WorkerConfig
-from rollstream.producers.flow_control import RunProgress
+from rollstream.producers.flow.flow_control import RunProgress
+from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.gateway.call_log import CallLog
 from rollstream.producers.gateway.capture import CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
@@ -14,11 +16,9 @@ from rollstream.producers.gateway.gateway_parts import gateway_parts
 from rollstream.producers.gateway.gateway_steering import GatewaySteering
 from rollstream.producers.gateway.server import GatewayServer, serve_until
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.producers.metrics_publisher import MetricsPublisher
-from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.steering_follower import SteeringFollower
+from rollstream.topics.control.steering_follower import SteeringFollower
 
 
 async def run_gateway(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.gateway.service import SessionService
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.worker_steering import SERVERS, WORKERS
+from rollstream.producers.worker.worker_steering import SERVERS, WORKERS
+from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
-from rollstream.topics.steering import DesiredState
 
 logger = logging.getLogger(__name__)
 

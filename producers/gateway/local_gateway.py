@@ -14,7 +14,8 @@ from typing import Self
 from aiohttp import web
 
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Endpoint, Score
+from rollstream.producers.environments.environment import Endpoint, Score
+from rollstream.producers.flow.policy_versions import PolicySource
 from rollstream.producers.gateway.call_forms import AgentRequest
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CaptureRules
@@ -24,9 +25,8 @@ from rollstream.producers.gateway.gateway_parts import GatewayParts, gateway_par
 from rollstream.producers.gateway.service import EpisodeStamp, WrittenRollouts
 from rollstream.producers.gateway.session_names import session_key, session_of_key
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.group_player import EpisodeFailed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
-from rollstream.producers.policy_versions import PolicySource
+from rollstream.producers.worker.group_player import EpisodeFailed
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import Rollout, SessionEvent

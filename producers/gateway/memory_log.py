@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 
+from rollstream.producers.flow.policy_versions import PolicySource
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, episode_records
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
-from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 
 

@@ -14,21 +14,21 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
+from rollstream.producers.flow.policy_versions import PolicySource
 from rollstream.producers.gateway.capture import SessionLog
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, episode_records
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.policy_versions import PolicySource
 from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key, partition_of
 
 logger = logging.getLogger(__name__)
 _FLUSH_S = 30.0

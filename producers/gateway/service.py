@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import RunProgress, check_capacity, largest_group, may_start
+from rollstream.producers.flow.flow_control import RunProgress, check_capacity, largest_group, may_start
 from rollstream.producers.gateway.call_forms import AgentRequest, continued_call
 from rollstream.producers.gateway.capture import SessionLog
 from rollstream.producers.gateway.config import GatewayConfig
@@ -27,7 +27,7 @@ from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import SessionEvent
-from rollstream.topics.validation import NAME_LIMIT
+from rollstream.topics.wire.validation import NAME_LIMIT
 
 logger = logging.getLogger(__name__)
 _JANITOR_S = 0.5

@@ -10,7 +10,7 @@ import hmac
 import re
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.wire.keys import encode_key, partition_of
 
 _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _MEMBER = re.compile(r"[0-9]+(-[0-9]+)?")

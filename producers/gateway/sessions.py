@@ -13,7 +13,7 @@ from rollstream.producers.episodes.call_sequences import CallSequences
 from rollstream.producers.gateway.session_names import episode_of
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import ModelCall, SessionEvent
-from rollstream.topics.validation import REWARD_LIMIT
+from rollstream.topics.wire.validation import REWARD_LIMIT
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 
+from rollstream.producers.flow.policy_versions import UNKNOWN, PolicySource
 from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import has_aborted_choice, refusal_of
@@ -34,7 +35,6 @@ from rollstream.producers.inference.retries import (
     retry_after_s,
 )
 from rollstream.producers.json_text import decode, encode
-from rollstream.producers.policy_versions import UNKNOWN, PolicySource
 from rollstream.topics.secrets import resolve
 
 _LOOK_S = 5.0

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 import aiohttp
 
 from rollstream.producers.config import WorkerConfig
+from rollstream.producers.flow.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
 from rollstream.producers.inference.answers import Sample, refusal_of, samples_of, token_versions
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.inference.replicas import Replica, ReplicaSet
@@ -36,7 +37,6 @@ from rollstream.producers.inference.retries import (
     is_fault,
     retry_after_s,
 )
-from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.secrets import resolve

@@ -2,7 +2,7 @@
 
 import itertools
 
-from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
 
 

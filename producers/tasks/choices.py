@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.question_file import answer_part, folded, rows
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.producers.tasks.task import Task

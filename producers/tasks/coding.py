@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollstream.producers.environment import Endpoint, Prompt, Score, Split
-from rollstream.producers.sandbox import Failure, Limits, Outcome, Sandbox
+from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
+from rollstream.producers.environments.sandbox import Failure, Limits, Outcome, Sandbox
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.producers.tasks.tool_loop import converse, printable, text_argument
 from rollstream.topics.errors import ConfigurationError

@@ -8,8 +8,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
-from rollstream.producers.sandbox import Sandbox
+from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
+from rollstream.producers.environments.sandbox import Sandbox
 from rollstream.producers.tasks.coding import same
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError

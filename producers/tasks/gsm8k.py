@@ -11,7 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from rollstream.producers.config import Gsm8kConfig
-from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
 from rollstream.topics.errors import ConfigurationError
 

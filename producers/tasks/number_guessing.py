@@ -6,7 +6,7 @@ Bisection needs the fewest turns, and a policy can learn it only from the answer
 import random
 from collections.abc import Sequence
 
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
+from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal
 
-from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
 from rollstream.topics.errors import ConfigurationError
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import error_text

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 
-from rollstream.producers.environment import Prompt, Split
+from rollstream.producers.environments.environment import Prompt, Split
 
 HELD_OUT_EVERY = 5
 

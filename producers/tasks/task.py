@@ -6,7 +6,7 @@ A task also provides examples that teach a model its format without teaching it 
 import random
 from collections.abc import Iterable, Sequence
 
-from rollstream.producers.environment import Prompt, SingleTurn, Split
+from rollstream.producers.environments.environment import Prompt, SingleTurn, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError
 

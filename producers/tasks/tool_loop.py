@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollstream.producers.environment import Endpoint
+from rollstream.producers.environments.environment import Endpoint
 from rollstream.topics.errors import RollstreamError
 
 if TYPE_CHECKING:

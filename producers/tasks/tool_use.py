@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from rollstream.producers.environment import Conversation, Endpoint, Prompt, Score, Split
+from rollstream.producers.environments.environment import Conversation, Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.producers.tasks.task import checked_share
 from rollstream.producers.tasks.tool_loop import converse, name_of, printable, text_argument

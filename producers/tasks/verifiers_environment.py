@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rollstream.producers.environment import Endpoint, Prompt, Score, Split
+from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.secrets import error_text

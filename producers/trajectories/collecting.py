@@ -18,7 +18,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.secrets import resolve_options
 
 _IDLE_S = 0.005

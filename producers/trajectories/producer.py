@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rollstream.producers.record_sender import RecordSender, RolloutDelivery
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.keys import encode_key
-from rollstream.topics.trajectories import Trajectory, to_record
+from rollstream.topics.records.trajectory_arrays import Trajectory, to_record
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
 
 
 class TrajectoryProducer(RecordSender):

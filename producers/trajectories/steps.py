@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.topics.arrays import dtype_name
 from rollstream.topics.errors import RecordError
-from rollstream.topics.trajectories import CONTROL_MODES, Tree, flatten
+from rollstream.topics.records.trajectory_arrays import CONTROL_MODES, Tree, flatten
+from rollstream.topics.wire.arrays import dtype_name
 
 Leaves = Mapping[str, NDArray[Any]]
 """Arrays [B, ...] by path."""

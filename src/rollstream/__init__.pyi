@@ -26,7 +26,7 @@ from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateFollower, StateManager
 from .pipeline.config import RunConfig
-from .producers.environment import (
+from .producers.environments.environment import (
     AgentEnvironment,
     Endpoint,
     Environment,
@@ -38,14 +38,13 @@ from .producers.environment import (
     Score,
     SingleTurn,
 )
+from .producers.environments.scripted_policy import ScriptedPolicy
+from .producers.environments.verifier_pool import VerifierFailed, VerifierPool
 from .producers.rollout_producer import RolloutProducer
-from .producers.scripted_policy import ScriptedPolicy
 from .producers.trajectories.collecting import Seat
 from .producers.trajectories.collector import TrajectoryCollector
 from .producers.trajectories.producer import TrajectoryProducer
 from .producers.trajectories.steps import ChunkStepResult
-from .producers.verifier_pool import VerifierFailed, VerifierPool
-from .topics.codec import decode, encode, schemas, values_of
 from .topics.config import KafkaConfig, TopicsConfig
 from .topics.errors import (
     BrokerUnavailable,
@@ -72,9 +71,10 @@ from .topics.records import (
     TrainingBatch,
     Turn,
 )
-from .topics.rl_examples import RLExample, Source
-from .topics.rollout_batch_upcast import batch_of
-from .topics.trajectories import Trajectory
+from .topics.records.rl_examples import RLExample, Source
+from .topics.records.trajectory_arrays import Trajectory
+from .topics.wire.codec import decode, encode, schemas, values_of
+from .topics.wire.rollout_batch_upcast import batch_of
 
 __all__ = [
     "AgentEnvironment",

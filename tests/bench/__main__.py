@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.freed_memory import MALLOC_SETTINGS, reuse_freed_memory
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from tests.bench.comparison import compared, comparison_table, read_document

@@ -11,9 +11,9 @@ from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.archive.writer import read_table
 from rollstream.consumers.files.stores import LocalStore
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared

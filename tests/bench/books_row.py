@@ -5,10 +5,10 @@ from dataclasses import replace
 from statistics import median
 
 from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Rollout
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared

@@ -9,8 +9,8 @@ import numpy as np
 
 from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.reverb_buffer import CAPACITY, GROUPS_A_SAMPLE, SAMPLE
 

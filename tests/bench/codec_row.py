@@ -1,9 +1,9 @@
-"""Row `codec`: encodes and decodes a whole rollout with rollstream.topics.codec, against its arrays alone."""
+"""Row `codec`: encodes and decodes a whole rollout with rollstream.topics.wire.codec, against its arrays alone."""
 
 import numpy as np
 
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import decode_as, encode
 from tests.bench import codec_baseline
 from tests.bench.material import rollout
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved

@@ -20,10 +20,10 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.pipeline.text_tables import table
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
+from rollstream.pipeline.command_line.text_tables import table
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench import material
 from tests.support.paths import ROOT
 

@@ -9,9 +9,9 @@ import sys
 import threading
 from typing import Any
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
 

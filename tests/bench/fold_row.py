@@ -11,9 +11,9 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import decode_as, encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench.grouping_process import grouping_collector
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 

@@ -5,7 +5,7 @@
 import os
 import sys
 
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Timing, in_child
 from tests.bench.runs import prepared

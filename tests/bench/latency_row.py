@@ -17,12 +17,12 @@ from confluent_kafka import KafkaError, Message
 
 from rollstream.consumers.batch_reader import BatchReader
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.records import TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material
 from tests.bench.measure import LatencyRow, Settings, ready_child
 from tests.bench.runs import prepared

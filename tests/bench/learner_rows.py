@@ -18,10 +18,10 @@ from rollstream.consumers.batch_reader import IndexReader
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.reproducibility import prepare_environment
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
 from tests.support.batches import random_batch, send_batches

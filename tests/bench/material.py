@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench.measure import Settings
 
 _IN_FLIGHT = 16

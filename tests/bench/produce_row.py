@@ -1,7 +1,7 @@
 """Row `produce`: RolloutProducer from dataclasses to acknowledged records, against producing the same bytes raw."""
 
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared

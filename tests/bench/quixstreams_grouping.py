@@ -18,10 +18,10 @@ from quixstreams.internal_producer import InternalProducer
 from quixstreams.state import State
 from quixstreams.state.rocksdb import RocksDBOptions
 
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
 

@@ -6,9 +6,9 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.restorer import Restorer
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material, produce_baseline
 from tests.bench.grouping_process import grouping_collector
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved

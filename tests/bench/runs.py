@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench.measure import Settings
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from rollstream.infra.broker import LocalBroker
-from rollstream.infra.ports import free_port
-from rollstream.pipeline.text_tables import table
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.ports import free_port
+from rollstream.pipeline.command_line.text_tables import table
 from tests.support.gateways import post
 from tests.support.paths import ROOT
 from tests.support.steered_run import VALUES, SteeredRun

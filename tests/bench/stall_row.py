@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench.measure import CHILD_TIMEOUT_S, Row, Settings, Stopwatch, Timing, interleaved, ready_child
 from tests.bench.runs import prepared
 from tests.bench.weights_row import MIB, copying

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, kind_of
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as, kind_of
 from tests.bench import material
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared

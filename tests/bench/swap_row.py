@@ -20,9 +20,9 @@ import numpy as np
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
-from rollstream.infra.ports import free_port
-from rollstream.topics.catalogue import topic_name
+from rollstream.infra.broker.ports import free_port
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench.measure import LatencyRow, Settings
 from tests.bench.runs import prepared
 from tests.bench.weights_row import changed, copying, publish, publishing

@@ -23,10 +23,10 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.version_source import VersionSource
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
 

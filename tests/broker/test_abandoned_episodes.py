@@ -17,19 +17,19 @@ import pytest
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.episodes.call_sequences import token_digest
+from rollstream.producers.flow.policy_versions import PolicyFollower, PolicyVersions
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, rollouts_of
 from rollstream.producers.gateway.local_gateway import ABANDONED, LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.policy_versions import PolicyFollower, PolicyVersions
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.gateways import records
 from tests.support.producing import ScriptedGenerator, serving
 from tests.support.runs import RealRun

@@ -10,8 +10,8 @@ import pytest
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import USERS, AccessRule, access_rules
 from rollstream.pipeline.deployment.description import ROLES, expanded
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.kafka.clients import READERS
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from tests.support.access_trials import Trial, Trials
 from tests.support.command_line import answer_of
 from tests.support.secured_broker import SecuredBroker, secured_broker

@@ -8,13 +8,13 @@ from statistics import mean
 
 import pytest
 
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.broker.test_demo import environment
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually

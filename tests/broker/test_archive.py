@@ -21,14 +21,14 @@ from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.topics.catalogue import PRUNED, topic_name
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
+from rollstream.topics.wire.catalogue import PRUNED, topic_name
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
@@ -339,7 +339,7 @@ def test_what_lies_between_records_lies_there_again(
 
 FAILING = """
 import sys
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from tests.support.faulty_store import SLOW_DOWN, faulty_store
 
 with faulty_store() as files:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.topics.signatures import write_key
+from rollstream.topics.wire.signatures import write_key
 from tests.support.attested_run import GROUPS, STEPS, group_all, trained_run
 from tests.support.command_line import answer_of
 from tests.support.forged_archives import forged, forgeries

@@ -22,11 +22,11 @@ from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.reading_evidence import coverage, readings
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.groups import members, remove_members
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 

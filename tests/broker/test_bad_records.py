@@ -15,12 +15,12 @@ from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, SamplingParams
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from rollstream.consumers.batch_reader import BatchFetcher, IndexReader
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import Place
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun
 

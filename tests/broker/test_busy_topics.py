@@ -7,14 +7,14 @@ from contextlib import closing, contextmanager
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.tools.cat import ReadSpan, messages
 from rollstream.pipeline.tools.top import NEWEST
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import index_entry
 from tests.support.runs import RealRun
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from rollstream.infra.ports import free_ports
+from rollstream.infra.broker.ports import free_ports
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.command_line.process_number import AUTO
 from rollstream.pipeline.deployment.chart.pods import CA_FOLDER, CONFIG
 from rollstream.pipeline.deployment.container_settings import HOME
-from rollstream.pipeline.process_number import AUTO
 from rollstream.topics.config import KafkaConfig
 from tests.broker.test_serving_run import SMALL
 from tests.support.charts import Object, Release, write_chart

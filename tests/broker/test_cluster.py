@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from rollstream.infra.broker import LocalBroker
-from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.cluster import LocalCluster
+from rollstream.infra.broker.process_identity import identify, is_running
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.process_identity import identify, is_running
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
 from rollstream.topics.kafka import clients, provisioning

@@ -18,12 +18,12 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.consumers.labeling.positions import SOURCE
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.trajectories import aligned, from_record
+from rollstream.topics.records.trajectory_arrays import aligned, from_record
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.long

@@ -11,9 +11,9 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
 from rollstream.pipeline.run.role_process import TERMINATED
-from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.trajectories import from_record
+from rollstream.topics.records.trajectory_arrays import from_record
+from rollstream.topics.wire.codec import decode
 from tests.support.command_line import answer_of
 from tests.support.described import undescribed
 from tests.support.runs import RealRun

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from docs.build import pages
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from tests.support.pages import blocks, page
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun, rollout

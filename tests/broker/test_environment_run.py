@@ -11,7 +11,7 @@ from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.validation import problems
 from tests.support.described import undescribed
 from tests.support.runs import RealRun
 

@@ -8,14 +8,14 @@ import aiohttp
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
-from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
-from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
+from rollstream.producers.environments.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
+from rollstream.producers.environments.environment_loading import LoadedEnvironment, with_settings
 from rollstream.producers.gateway.session_names import episode_of
-from rollstream.producers.worker import WorkerReport
-from rollstream.producers.worker_process import run_worker
+from rollstream.producers.worker.worker import WorkerReport
+from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.validation import problems
 from tests.support.producing import TOKENIZER, SortingGenerator, serving
 from tests.support.runs import RealRun
 

@@ -11,10 +11,8 @@ import pytest
 
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,
@@ -24,6 +22,8 @@ from rollstream.topics.records import (
     Rollout,
     RolloutMetadata,
 )
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

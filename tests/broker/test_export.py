@@ -17,7 +17,7 @@ from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import LARGE, random_parameters
 from tests.support.recipe import write_model
 from tests.support.runs import RealRun

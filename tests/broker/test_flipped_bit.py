@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.planted import plant
 from tests.support.runs import RealRun

@@ -23,14 +23,14 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.ui.server.session_list import read_sessions
-from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.producers.policy_versions import PolicyFollower
-from rollstream.topics.catalogue import CATALOGUE, spec_of
+from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.steering import desired_state
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.steering import desired_state
+from rollstream.topics.wire.catalogue import CATALOGUE, spec_of
 from tests.faults.test_flood import peak_mib
 from tests.support import planted
 from tests.support.hostile_input import HostileInput

@@ -15,12 +15,12 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.producers.mixture_states import MIXTURE, newest_states
-from rollstream.topics.codec import encode
+from rollstream.producers.flow.mixture_states import MIXTURE, newest_states
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.control.named_records import write_named
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.named_records import write_named
 from rollstream.topics.records import EnvironmentState, LearnerStep, Metrics, MixtureState, TrainingBatch
+from rollstream.topics.wire.codec import encode
 from tests.support.command_line import answer_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
 from tests.support.waiting import eventually

@@ -16,14 +16,14 @@ from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent, same
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import cancellation_problems, problems
 from tests.support.gateways import await_records, calls_of, gateway, post, records
 from tests.support.probes import probe
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http

@@ -15,10 +15,10 @@ import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.inference.decoding import DecodeRow
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.gateways import calls_of, gateway, post, records
 from tests.support.producing import ScriptedGenerator, SortedRow, serving
 from tests.support.waiting import eventually

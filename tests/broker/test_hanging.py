@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.audit.ledger.proof import ledger
 from rollstream.topics.config import KafkaConfig

@@ -16,11 +16,11 @@ from rollstream.consumers.labeling.positions import source_of
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import load
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Metrics, Rollout, TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.broker.test_demo import environment
 from tests.support.waiting import eventually
 

@@ -18,16 +18,16 @@ from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.infra.ports import free_port
-from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.infra.broker.ports import free_port
+from rollstream.pipeline.command_line.cli import COMMANDS, build_parser
 from rollstream.pipeline.run.role_process import TERMINATED
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import ExcludedBatch, LearnerStep, TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.probes import scrape
 from tests.support.runs import RealRun, with_batches
@@ -53,7 +53,7 @@ COUNTING = """
 import os, sys
 os.environ["NPROC"] = "1"  # what learner.threads does, too late here, where JAX is imported first
 from rollstream.consumers.learner.records.snapshot import Snapshots
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 
 take = Snapshots.take
 

@@ -12,10 +12,10 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.run.role_process import TERMINATED
-from rollstream.topics.params_checksum import params_checksum
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire.params_checksum import params_checksum
 from tests.broker.test_learner import SETTINGS
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches

@@ -13,9 +13,9 @@ import pytest
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.tools.lineage import record_lineage
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.index_logs import MadeRun
 
 PARTITIONS = 4

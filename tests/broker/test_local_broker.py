@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.infra.broker.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.infra.broker.jar_lock import locked_jars
+from rollstream.infra.broker.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
+from rollstream.infra.broker.java import find_java, packaged_java
+from rollstream.infra.broker.process_identity import ProcessIdentity, identify, is_running, send
 from rollstream.infra.config import BrokerConfig, BrokerLayout
-from rollstream.infra.jar_lock import locked_jars
-from rollstream.infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
-from rollstream.infra.java import find_java, packaged_java
-from rollstream.infra.process_identity import ProcessIdentity, identify, is_running, send
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
@@ -220,7 +220,7 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
 STARTER = """
 import signal
 import sys
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 broker = LocalBroker.start(sys.argv[1], bound_to_parent=True)
 print(broker.pid, flush=True)

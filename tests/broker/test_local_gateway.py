@@ -9,16 +9,16 @@ import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Score
+from rollstream.producers.environments.environment import Score
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.validation import problems
 from tests.support.gateways import calls_of, records
 from tests.support.http_front import BUSY, http_front
 from tests.support.producing import ScriptedGenerator, serving

@@ -31,7 +31,8 @@ def script(tmp_path: Path) -> Iterator[str]:
     folder = tmp_path / "store"
     with object_store(folder) as port:
         use = f"from tests.support.object_store import use; use(Path({str(folder)!r}), {port})"
-        yield f"import sys; from pathlib import Path; {use}; from rollstream.pipeline.cli import main; sys.exit(main())"
+        main = "from rollstream.pipeline.command_line.cli import main"
+        yield f"import sys; from pathlib import Path; {use}; {main}; sys.exit(main())"
 
 
 def answer(run: RealRun, script: str, *words: str) -> subprocess.CompletedProcess[str]:

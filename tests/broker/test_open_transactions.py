@@ -7,10 +7,10 @@ import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.dlq import read
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_decided, undecided
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 

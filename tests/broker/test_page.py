@@ -19,11 +19,11 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.pipeline.ui.config import UiConfig
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import EnvironmentState, MixtureState, PausedEnvironment, SessionEvent
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.page import PageClient
 from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout

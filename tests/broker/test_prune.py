@@ -19,7 +19,7 @@ from rollstream.pipeline.tools.prune import delete, read_positions
 from rollstream.pipeline.tools.replay import replay
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.model.test_prune import learn, learners_of, prune
 from tests.support.batches import indexed_batches
 from tests.support.ledgers import in_both_forms

@@ -20,14 +20,14 @@ from confluent_kafka.admin import (
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import AUDIT, access_rules
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure, Sender, SendFailed
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of, in_full
 from tests.support.runs import rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker

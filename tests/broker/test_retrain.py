@@ -12,12 +12,12 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.settings import file_layers
-from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.forked_learners import forked_learners
+from rollstream.topics.control.forked_learners import forked_learners
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire.catalogue import CATALOGUE
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun
 
@@ -64,7 +64,7 @@ def source(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory
 
 RUN_COMMANDS = """
 import contextlib, io, json, sys
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 found = []
 for words in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:

@@ -17,15 +17,15 @@ from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
-from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker import WorkerReport
-from rollstream.producers.worker_process import run_worker
-from rollstream.topics.codec import decode
+from rollstream.producers.worker.worker import WorkerReport
+from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
+from rollstream.topics.wire.codec import decode
 from tests.support.command_line import answer_of
 from tests.support.producing import SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun, rollout

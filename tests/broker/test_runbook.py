@@ -12,15 +12,15 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.weights.state_manager import StateManager
-from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.broker.cluster import LocalCluster
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.groups import members
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support import kafka_tools
 from tests.support.command_line import answer_of
 from tests.support.pages import page

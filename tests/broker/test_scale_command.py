@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from rollstream.pipeline import steering
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.control import steering
 from rollstream.pipeline.deployment.description import GROUP
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.reading_evidence import coverage, readings
@@ -18,8 +18,8 @@ from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.kafka.groups import members
-from rollstream.topics.steering_follower import SteeringFollower
 from tests.model.test_scale_command import PARTITIONS, said, shown
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

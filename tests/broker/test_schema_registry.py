@@ -19,16 +19,16 @@ from rollstream.consumers.files.stores import LocalStore
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
-from rollstream.topics.codec import REGISTRY_MAGIC, decode, encode, kind_of, record_of, schemas
 from rollstream.topics.config import KafkaConfig, RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, SchemaRefused
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.registry.ids import SchemaIds
 from rollstream.topics.kafka.registry.subjects import FRAME_HEADER, registered_text, subject_of
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, TrainingBatch, same
+from rollstream.topics.wire.catalogue import CATALOGUE, spec_of, topic_name
+from rollstream.topics.wire.codec import REGISTRY_MAGIC, decode, encode, kind_of, record_of, schemas
+from rollstream.topics.wire.keys import encode_key
 from tests.broker.test_demo import environment
 from tests.support.command_line import answer_of
 from tests.support.https_front import https_front

@@ -15,8 +15,8 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from rollstream.infra.ports import free_port, free_port_row
-from rollstream.topics.signatures import write_key
+from rollstream.infra.broker.ports import free_port, free_port_row
+from rollstream.topics.wire.signatures import write_key
 from tests.broker.test_demo import SMALL, environment
 from tests.support.command_line import in_full
 from tests.support.probes import probe

@@ -21,9 +21,9 @@ from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics, PolicyManifest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.one_by_one import poll_one_by_one
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.infra.broker.ports import free_port, free_port_row
 from rollstream.infra.monitoring import alerts, dashboard
-from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.metric_catalogue import of_role
+from rollstream.topics.metrics.catalogue import of_role
 from tests.broker.test_control_run import COUNTING, book_of, start
 from tests.broker.test_serving_run import SMALL
 from tests.support.page import PageClient

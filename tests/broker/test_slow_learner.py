@@ -13,9 +13,9 @@ import pytest
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.codec import decode_as
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Metrics
+from rollstream.topics.wire.codec import decode_as
 from tests.support.producing import SortingGenerator, serving
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually

@@ -15,7 +15,7 @@ from rollstream.pipeline.run.role_process import RolePhase
 from rollstream.pipeline.run.service import ServiceServer
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.metric_values import MetricValues
+from rollstream.topics.metrics.values import MetricValues
 from tests.support.runs import RealRun
 
 

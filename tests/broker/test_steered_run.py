@@ -8,10 +8,10 @@ import pytest
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.steered_run import SteeredRun
 
 

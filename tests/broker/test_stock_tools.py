@@ -6,11 +6,11 @@ import re
 import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactions import TransactionalProducer
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.kafka_tools import output_of
 from tests.support.pages import blocks, page

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.step_writer import StepWriter
-from rollstream.pipeline import steering
-from rollstream.topics.codec import encode
+from rollstream.pipeline.control import steering
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Metrics
+from rollstream.topics.wire.codec import encode
 from tests.support import planted
 from tests.support.command_line import answer_of, in_full
 from tests.support.planted import Planted

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka.cimpl import NewTopic
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.ports import free_port
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.ports import free_port
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually

@@ -20,7 +20,7 @@ from rollstream.consumers.labeling.positions import SOURCE
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.model.test_trajectories import Kept, of_two
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT

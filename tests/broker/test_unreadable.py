@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from rollstream.topics.catalogue import spec_of
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire.catalogue import spec_of
 
 
 @pytest.fixture

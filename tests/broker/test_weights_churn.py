@@ -15,7 +15,7 @@ from rollstream.consumers.weights.follower import State, WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings

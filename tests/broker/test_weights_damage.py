@@ -10,13 +10,13 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import decode_key
+from rollstream.topics.wire.keys import decode_key
 from tests.broker.test_learner import SETTINGS
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches

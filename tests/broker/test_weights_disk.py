@@ -9,7 +9,7 @@ import pytest
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig
 from tests.support.runs import RealRun

@@ -22,7 +22,7 @@ from rollstream.consumers.weights.version_source import VersionSource, WholeVers
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.command_line import answer_of
 from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
 from tests.support.http_front import BUSY, http_front

@@ -23,8 +23,8 @@ from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import Offer, Plan
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import decode_key
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.keys import decode_key
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.channels import memory_channels
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun

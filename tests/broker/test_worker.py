@@ -13,21 +13,18 @@ import numpy as np
 import pytest
 
 from rollstream.producers.config import CapacityConfig, WorkerConfig
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, SingleTurn
-from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.evaluation import Evaluation, evaluate
+from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Score, SingleTurn
+from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker import WorkerReport
-from rollstream.producers.worker_process import run_worker
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
+from rollstream.producers.worker.evaluation import Evaluation, evaluate
+from rollstream.producers.worker.worker import WorkerReport
+from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     BatchIndexEntry,
     FateCount,
@@ -37,7 +34,10 @@ from rollstream.topics.records import (
     Metrics,
     Rollout,
 )
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import cancellation_problems, problems
 from tests.support.journal_records import journal_record
 from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving
 from tests.support.waiting import eventually
@@ -252,9 +252,9 @@ def test_a_stop_lets_groups_in_flight_finish(kafka: KafkaConfig, run_name: str) 
 WORKER_PROCESS = """
 import asyncio, sys
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker_process import run_worker
+from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig
 
 servers, run, url = sys.argv[1:]

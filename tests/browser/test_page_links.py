@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import SessionEvent
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.browser.chromium import PATIENCE_MS, visit
 from tests.browser.served_run import ServedRun, command
 from tests.support.planted import plant

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.steering import state
+from rollstream.pipeline.control.steering import state
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from rollstream.pipeline.steering import state
+from rollstream.pipeline.control.steering import state
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
 from tests.browser.served_run import HOSTILE, ServedRun, command, url_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import rollstream.infra.child_keeper
+import rollstream.infra.broker.child_keeper
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.image.build import TAG, build_kafka
@@ -90,7 +90,7 @@ def _started(task: dict[str, Any], host: str) -> "subprocess.Popen[bytes]":
     """An engine that answers, under a keeper, as brokers are: it ends with these tests, however they end."""
     for _ in range(_STARTS):
         engine = subprocess.Popen(
-            [sys.executable, "-I", "-S", rollstream.infra.child_keeper.__file__, json.dumps(task)],
+            [sys.executable, "-I", "-S", rollstream.infra.broker.child_keeper.__file__, json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from tests.containers.compose_run import SMALLER, ContainedRun, contained_run
 from tests.containers.container_faults import FAULTS, full, small_disk
 from tests.containers.outside_agent import OutsideAgent

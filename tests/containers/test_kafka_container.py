@@ -10,7 +10,7 @@ import pytest
 from rollstream.consumers.batch_reader import BatchReader
 from rollstream.consumers.step_writer import publish_version
 from rollstream.consumers.weights.state_manager import StateManager
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.infra.testing import KafkaContainer
 from rollstream.pipeline.audit.ledger import ledger

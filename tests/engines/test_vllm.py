@@ -12,19 +12,19 @@ from rollstream.consumers.models.decoder import logits
 from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
-from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
+from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.producers.inference.requests import SampleRequest
-from rollstream.producers.worker_process import run_worker
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
+from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.validation import problems
 from tests.engines.conftest import Vllm
 
 pytestmark = pytest.mark.long

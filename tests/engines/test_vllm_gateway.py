@@ -20,7 +20,7 @@ from rollstream.producers.gateway.call_forms import parse_request, server_reques
 from rollstream.producers.inference.requests import ENGINE_NEUTRAL, SampleRequest, engine_request
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.validation import problems
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import PROMPT, logprobs, original, sample, version_of
 from tests.support.batches import patient

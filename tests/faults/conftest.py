@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from tests.support.runs import RealRun

@@ -12,10 +12,10 @@ from typing import Self
 
 from confluent_kafka import KafkaError, Message
 
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 

@@ -5,7 +5,7 @@ import pytest
 from rollstream.consumers.archive.manifest import newest
 from rollstream.consumers.archive.writer import check_files
 from rollstream.consumers.files.stores import LocalStore
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 

@@ -16,14 +16,14 @@ import pytest
 from confluent_kafka import ConsumerGroupState, KafkaException
 
 from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
-from rollstream.infra.broker import LocalBroker
-from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.cluster import LocalCluster
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, hanging_transactions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.faults.conftest import SESSION_S, make_run
 from tests.faults.groupers import TRANSACTION_S, Supervised, await_logged, await_restored, grouper
 from tests.faults.load import Load
@@ -149,7 +149,7 @@ def first_stalls(kafka, name, **settings):
     return Stalling(producer)
 
 clients.transactional_producer = first_stalls
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

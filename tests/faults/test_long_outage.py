@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition

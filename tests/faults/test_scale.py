@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.broker.cluster import LocalCluster
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from tests.faults.groupers import Supervised

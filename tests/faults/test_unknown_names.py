@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig
 from tests.support.paths import ROOT

@@ -18,8 +18,8 @@ from rollstream.consumers.files.stores import LocalStore
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.ui.server.answers import json_text
-from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.errors import RollstreamError, TopicError
+from rollstream.topics.wire.catalogue import CATALOGUE
 from tests.hostile.flood_targets import Fates, Target
 from tests.hostile.store_targets import damage
 from tests.support.archived_run import archive_run

@@ -10,12 +10,12 @@ from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.registry import MAKERS
-from rollstream.topics.codec import decode, decode_as, encode
 from rollstream.topics.errors import RecordError
-from rollstream.topics.journal_counts import JournalCounts
-from rollstream.topics.keys import decode_key
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.wire.codec import decode, decode_as, encode
+from rollstream.topics.wire.keys import decode_key
 from tests.support.flood import Flood
 
 COMMIT_EVERY = 500

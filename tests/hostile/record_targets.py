@@ -7,12 +7,10 @@ import numpy as np
 
 from rollstream.consumers.grouping.core import task_state
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
+from rollstream.producers.flow.learner_consumption import LearnerConsumption
 from rollstream.producers.gateway.sessions import PartitionSessions
-from rollstream.producers.learner_consumption import LearnerConsumption
-from rollstream.topics.catalogue import CATALOGUE, topic_name
-from rollstream.topics.codec import RECORD_TYPES, decode, encode
+from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import RecordError, StateRefused
-from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import (
@@ -26,10 +24,12 @@ from rollstream.topics.records import (
     TrainingBatch,
     TrajectoryRecord,
 )
-from rollstream.topics.rl_examples import batch_digest, examples_of
-from rollstream.topics.steering import DesiredState
-from rollstream.topics.trajectories import from_record
-from rollstream.topics.validation import batch_problems, cancellation_problems, entry_problems, problems
+from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.rl_examples import batch_digest, examples_of
+from rollstream.topics.records.trajectory_arrays import from_record
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
+from rollstream.topics.wire.codec import RECORD_TYPES, decode, encode
+from rollstream.topics.wire.validation import batch_problems, cancellation_problems, entry_problems, problems
 from tests.hostile.flood_targets import Fates, Target
 from tests.hostile.folded_flood import FoldedFlood
 from tests.support.flood import Flood

@@ -17,11 +17,11 @@ from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, Nothi
 from rollstream.consumers.buffers.trajectories.buffer import NothingToSample, TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import put
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import Rollout, TrainingBatch
-from rollstream.topics.trajectories import to_record
-from rollstream.topics.validation import batch_problems
+from rollstream.topics.records.trajectory_arrays import to_record
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.validation import batch_problems
 from tests.hostile.flood_targets import Fates, Target
 from tests.support.batches import random_batch
 from tests.support.group_stores import context

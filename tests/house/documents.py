@@ -20,13 +20,13 @@ from docs.build import rendered
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, reported
-from rollstream.pipeline.cli import build_parser
-from rollstream.pipeline.commands import COMMANDS
+from rollstream.pipeline.command_line.cli import build_parser
+from rollstream.pipeline.command_line.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.settings import check_variables, known_keys
-from rollstream.topics.codec import schemas
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.fates import DROP_REASONS
+from rollstream.topics.records.fates import DROP_REASONS
+from rollstream.topics.wire.codec import schemas
 from tests.house.repository import Repository, Violation
 from tests.support.pages import section
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ ALLOWED = {
         "rollstream.infra",
         "rollstream.topics.errors",
         "rollstream.topics.logs",
-        "rollstream.topics.metric_catalogue",
+        "rollstream.topics.metrics.catalogue",
         "rollstream.topics.secrets",
     },
 }

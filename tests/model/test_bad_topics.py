@@ -13,12 +13,12 @@ from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.producers.policy_versions import PolicyFollower
-from rollstream.topics.codec import encode
+from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Metrics
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.model.test_journal_tailer import ROLLOUTS, entry, step
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout

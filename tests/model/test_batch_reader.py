@@ -1,7 +1,7 @@
 """The reader of batches on a real broker: partitions that are far apart, several processes that share."""
 
 from rollstream.consumers.batch_reader import BatchFetcher, BatchReader, IndexReader
-from rollstream.topics.codec import encode
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun
 

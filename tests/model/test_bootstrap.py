@@ -37,7 +37,7 @@ class Pausing:
 
 build = clients.transactional_producer
 clients.transactional_producer = lambda *arguments, **settings: Pausing(build(*arguments, **settings))
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

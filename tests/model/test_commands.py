@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollstream.producers.mixture_states import MixtureStates
-from rollstream.topics.catalogue import CATALOGUE
+from rollstream.producers.flow.mixture_states import MixtureStates
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import EnvironmentState
+from rollstream.topics.wire.catalogue import CATALOGUE
 from tests.support.command_line import answer_of
 
 Rollstream = Callable[..., "subprocess.CompletedProcess[str]"]

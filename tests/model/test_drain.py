@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollstream.pipeline import steering
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.control import steering
 from rollstream.pipeline.run.draining import has_open_producers, is_in_flight, newest_components
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Metrics, TrainingBatch
+from rollstream.topics.wire.codec import encode
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -15,7 +15,7 @@ import pytest
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.ledger import book_text
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
-from rollstream.producers.environment import (
+from rollstream.producers.environments.environment import (
     AgentEnvironment,
     Endpoint,
     Environment,
@@ -26,15 +26,15 @@ from rollstream.producers.environment import (
     Score,
     Split,
 )
-from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.evaluator import run_evaluator
-from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.environments.environment_loading import with_settings
+from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
-from rollstream.topics.codec import encode
+from rollstream.producers.worker.evaluator import run_evaluator
 from rollstream.topics.kafka import clients, provisioning
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics, PolicyManifest, Rollout
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.runs import RealRun, rollout

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
 
 LITTLE_ROOM = {"kafka__client.queue.buffering.max.messages": 3}

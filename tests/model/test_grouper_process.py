@@ -8,21 +8,21 @@ import pytest
 from confluent_kafka.admin import NewPartitions
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.audit.committed_tasks import committed_positions
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import load
 from rollstream.pipeline.doctor.cluster import check_topics
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import FlowControl
-from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.topics.codec import encode
+from rollstream.producers.flow.flow_control import FlowControl
+from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.topics.control.paused_partitions import pause
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.keys import encode_key
-from rollstream.topics.paused_partitions import pause
 from rollstream.topics.records import Metrics
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.probes import scrape
 from tests.support.runs import RealRun, rollout
 from tests.support.topic_settings import change_settings
@@ -33,7 +33,7 @@ CLOCK = """
 import os, sys, time
 now = time.time
 time.time = lambda: now() - (86_400 if os.path.exists("set-back") else 0)
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -57,14 +57,14 @@ class Astray:
 
 build = clients.group_member
 clients.group_member = lambda *arguments, **settings: Astray(build(*arguments, **settings))
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
 OFTEN = """
 import sys
 from rollstream.topics.kafka import topic_watch
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 topic_watch.EVERY_S = 0.2
 sys.exit(main(sys.argv[1:]))
 """

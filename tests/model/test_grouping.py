@@ -21,15 +21,15 @@ from rollstream.consumers.grouping.process.mark_writer import drain
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.fates import DROPPED
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import JournalRecord, Mark, Metrics, TrainingBatch
-from rollstream.topics.rl_examples import RLExample
+from rollstream.topics.records.fates import DROPPED
+from rollstream.topics.records.rl_examples import RLExample
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from rollstream.pipeline.cli import main
-from rollstream.topics.catalogue import CATALOGUE, spec_of
-from rollstream.topics.codec import kind_of
+from rollstream.pipeline.command_line.cli import main
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end, record_at
+from rollstream.topics.wire.catalogue import CATALOGUE, spec_of
+from rollstream.topics.wire.codec import kind_of
 from tests.support import hostile, planted
 from tests.support.command_line import in_full
 from tests.support.planted import Planted

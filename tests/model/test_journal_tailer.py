@@ -8,15 +8,15 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import FlowControl, PartitionProgress, RunProgress
-from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
+from rollstream.producers.flow.flow_control import FlowControl, PartitionProgress, RunProgress
+from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
 from tests.support.journal_records import journal_record
 from tests.support.waiting import eventually
 

@@ -19,7 +19,6 @@ from rollstream.consumers.labeling.process import LabelingProcess, PartitionOutc
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients
@@ -27,10 +26,11 @@ from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer
-from rollstream.topics.keys import encode_key, partition_of
-from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import same
-from rollstream.topics.trajectories import from_record, to_record
+from rollstream.topics.records.labeling_progress import LabelingProgress
+from rollstream.topics.records.trajectory_arrays import from_record, to_record
+from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.trajectories import HOLD_AT, double, number_of, numbered

@@ -18,7 +18,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.broker.test_gateway import complete
 from tests.model.test_live_ledger import learn
 from tests.support.command_line import answer_of
@@ -162,7 +162,7 @@ def pruned(run: RealRun, *topics: str) -> None:
 
 
 MENDING = """
-from rollstream.topics.codec import encode
+from rollstream.topics.wire.codec import encode
 from tests.support.runs import rollout
 
 def fix(value, key, headers):

@@ -16,16 +16,16 @@ from confluent_kafka import TopicPartition
 from rollstream.consumers.batch_reader import BatchReader, first_offset
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.audit.ledger import Ledger
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout

@@ -12,11 +12,11 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
 from rollstream.pipeline.audit.ledger.live import VERSION
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
 from tests.support.ledgers import in_both_forms, plain
 from tests.support.runs import RealRun, rollout

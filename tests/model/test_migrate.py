@@ -11,12 +11,12 @@ import fastavro
 import pytest
 
 from rollstream.consumers.buffers.groups.view import GroupStore
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.tools import migrate as migrate_tool
-from rollstream.topics.codec import encode, schemas, values_of
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
+from rollstream.topics.wire.codec import encode, schemas, values_of
 from tests.support.old_form import old_form
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -9,10 +9,10 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Metrics
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

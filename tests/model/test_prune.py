@@ -18,16 +18,16 @@ from rollstream.consumers.learner_retirement import retire
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.verification import index_of
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.topics.codec import encode
+from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.topics.control.steering import DONE, DRAIN, WANTED, write
 from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, DrainRequest, LearnerStep, PolicyManifest
-from rollstream.topics.steering import DONE, DRAIN, WANTED, write
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import random_batch, send_batches
 from tests.support.command_line import answer_of
 from tests.support.late_markers import committed_at_second_look

@@ -6,12 +6,12 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.tools.replay import replay
-from rollstream.topics.codec import decode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Mark
+from rollstream.topics.wire.codec import decode
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

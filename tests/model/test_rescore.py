@@ -26,14 +26,11 @@ from rollstream.pipeline.rescoring.consequences import errors_of
 from rollstream.pipeline.rescoring.corrected_fold import CorrectionJob, correct_partition
 from rollstream.pipeline.rescoring.rescorer import rescore, rescored
 from rollstream.pipeline.rescoring.rescoring import rescoring_of
-from rollstream.producers.verifier_pool import VerifierPool
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode, encode
+from rollstream.producers.environments.verifier_pool import VerifierPool
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     ExcludedBatch,
     JournalRecord,
@@ -42,6 +39,9 @@ from rollstream.topics.records import (
     Rollout,
     TrainingBatch,
 )
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of, in_full
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

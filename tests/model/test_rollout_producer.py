@@ -8,8 +8,6 @@ import pytest
 
 from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode, decode_as
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import (
     ConfigurationError,
@@ -22,9 +20,11 @@ from rollstream.topics.errors import (
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import GroupCancelled, Rollout, SamplingParams, same
-from rollstream.topics.validation import cancellation_problems
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode, decode_as
+from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.validation import cancellation_problems
 from tests.support.untold_offsets import tell_no_offsets
 from tests.support.waiting import eventually
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.process_identity import ProcessIdentity
+from rollstream.infra.broker.process_identity import ProcessIdentity
 from rollstream.pipeline.run.run_lease import RENEW_S, RunLease
-from rollstream.topics import steering
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.control import steering
+from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.records import RunSupervisor
-from rollstream.topics.steering_follower import SteeringFollower
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollstream.pipeline import steering
+from rollstream.pipeline.control import steering
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.control.steering import desired_state
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import DesiredProcesses
-from rollstream.topics.steering import desired_state
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 

@@ -4,9 +4,9 @@ import json
 import signal
 from pathlib import Path
 
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support import planted
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually

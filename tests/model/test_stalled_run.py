@@ -4,9 +4,9 @@ import json
 import time
 from typing import Any
 
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep, Metrics
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

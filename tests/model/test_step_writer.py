@@ -13,12 +13,12 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.keys import decode_key
 from rollstream.topics.records import LearnerStep, PolicyManifest
+from rollstream.topics.wire.keys import decode_key
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
 from tests.support.versions import visible_manifests

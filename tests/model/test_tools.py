@@ -14,10 +14,10 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.tools.lineage import policy_lineage
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.batches import indexed_batches
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT

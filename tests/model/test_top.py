@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.tools import top
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import index_entry
 from tests.support.runs import RealRun, rollout
 

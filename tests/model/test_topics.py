@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from confluent_kafka.cimpl import NewTopic
 
-from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire.catalogue import CATALOGUE, spec_of, topic_name
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
@@ -103,7 +103,7 @@ def test_a_topic_is_read_to_where_it_ends_and_from_where_asked(real_run: RealRun
 
 
 def test_records_lie_on_the_partition_their_key_says(real_run: RealRun) -> None:
-    from rollstream.topics.keys import partition_of
+    from rollstream.topics.wire.keys import partition_of
     from tests.support.runs import rollout
 
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)

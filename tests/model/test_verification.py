@@ -6,11 +6,11 @@ import pytest
 
 from rollstream.pipeline.audit import verification
 from rollstream.pipeline.audit.verification import index_of, verify
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import index_entry, patient
 from tests.support.command_line import answer_of
 from tests.support.planted import await_settled, end

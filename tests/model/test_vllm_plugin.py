@@ -15,7 +15,7 @@ from rollstream.consumers.serving.vllm_plugin.requested_versions import Requeste
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.loading import load_version
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.damaged_weights import damaged_delta
 from tests.support.runs import RealRun
 from tests.support.serving_engines import (

@@ -26,9 +26,9 @@ from rollstream.topics.errors import (
 )
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.params_digest import params_digest, tensor_digests
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.keys import decode_key, encode_key
+from rollstream.topics.wire.params_digest import params_digest, tensor_digests
 from tests.support.one_by_one import poll_one_by_one
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings

@@ -26,10 +26,10 @@ from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import JsonFormatter
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.params_digest import params_digest
 from tests.model.test_weights import delete_all_chunks
 from tests.support.runs import RealRun
 from tests.support.versions import visible_manifests

@@ -14,9 +14,9 @@ from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.state_manager import StateManager
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import decode_key
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.keys import decode_key
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.runs import RealRun
 
 CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=2, anchor_every=4)

@@ -27,13 +27,13 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import random_parameters
 from tests.support.command_line import answer_of
 from tests.support.late_markers import committed_at_second_look

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker.ports import free_port
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.ports import free_port
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.broker.test_judged_run import ESSAYS
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually

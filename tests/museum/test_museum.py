@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 from rollstream.consumers.weights.rollback import note_of
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep, ModelCall, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
 from tests.faults.auditor import audit
 from tests.museum.conftest import Museum
 

@@ -11,7 +11,7 @@ from typing import Any
 from confluent_kafka import TIMESTAMP_NOT_AVAILABLE, KafkaError, KafkaException, TopicPartition
 
 from rollstream.topics.kafka.records import size_of
-from rollstream.topics.keys import partition_of
+from rollstream.topics.wire.keys import partition_of
 from tests.simulation.cluster import Cluster, Link, TimedOut
 from tests.simulation.group_coordinator import Committed, MemberMetadata
 from tests.simulation.model_admin import Metadata, metadata_of

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 
 import pytest
 
-from rollstream.pipeline import cli
 from rollstream.pipeline.audit import verification
+from rollstream.pipeline.command_line import cli
 from rollstream.pipeline.run import role_process
 from rollstream.pipeline.tools import replay, rescore
 from rollstream.topics import logs

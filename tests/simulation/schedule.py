@@ -15,11 +15,11 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeliveryError, Fenced
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import PausedPartition, PolicyManifest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.faults.auditor import judge
 from tests.faults.evidence import TOPICS, Evidence, Raw
 from tests.simulation.cluster import Cluster

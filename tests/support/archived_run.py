@@ -10,7 +10,6 @@ import numpy as np
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
-from rollstream.topics.codec import encode
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,
@@ -21,6 +20,7 @@ from rollstream.topics.records import (
     Rollout,
     Turn,
 )
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch
 from tests.support.runs import rollout
 

@@ -7,9 +7,9 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, records
 from rollstream.consumers.files.stores import Store
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Turn
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import rollout
 
 DAY_MS = 86_400_000

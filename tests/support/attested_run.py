@@ -13,10 +13,10 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
 from tests.support.waiting import eventually
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchGroup, BatchIndexEntry, TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 
 def random_batch(

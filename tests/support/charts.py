@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.config import RunConfig, load
 from tests.support import run_files
 from tests.support.helm_templates import chart_values, rendered_documents

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollstream.pipeline.cli import main
-from rollstream.pipeline.commands import GROUPS
+from rollstream.pipeline.command_line.cli import main
+from rollstream.pipeline.command_line.commands import GROUPS
 
 
 def in_full(words: Sequence[str]) -> tuple[str, ...]:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollstream.consumers.weights.rollback import note_of
-from rollstream.infra.ports import free_port_row
-from rollstream.producers.evaluator import evaluated_versions
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
+from rollstream.infra.broker.ports import free_port_row
+from rollstream.producers.worker.evaluator import evaluated_versions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep, Mark, Rollout, TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 from tests.support.gateways import post
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually

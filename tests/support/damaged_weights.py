@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun
 from tests.support.versions import visible_manifests
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ROLES, expanded, role_of
-from rollstream.topics.catalogue import CATALOGUE, TOOLS, topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.hanging_transactions import admin_client
 from rollstream.topics.kafka.topic_admin import group_names
+from rollstream.topics.wire.catalogue import CATALOGUE, TOOLS, topic_name
 
 
 def undescribed(config: RunConfig, processes: Mapping[str, int]) -> set[str]:

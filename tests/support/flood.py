@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, NamedArray, Rollout, SamplingParams
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.hostile import RECORDS, ROLLOUTS
 from tests.support.hostile_input import FLOATS, NUMBERS, TEXTS, HostileInput
 from tests.support.runs import rollout

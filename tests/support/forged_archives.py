@@ -12,10 +12,10 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, records
 from rollstream.consumers.files.stores import open_store
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import LearnerStep, Rollout, TrainingBatch
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.codec import decode, encode
 
 Forge = Callable[[ArchivedRecord], Iterable[ArchivedRecord]]
 

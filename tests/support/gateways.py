@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.producers.gateway.session_names import group_of
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.waiting import eventually
 
 

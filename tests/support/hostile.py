@@ -15,8 +15,6 @@ import confluent_kafka
 import numpy as np
 from confluent_kafka import KafkaError, Message
 
-from rollstream.topics.catalogue import spec_of
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import (
     BatchIndexEntry,
@@ -35,6 +33,8 @@ from rollstream.topics.records import (
     TrajectoryRecord,
     Turn,
 )
+from rollstream.topics.wire.catalogue import spec_of
+from rollstream.topics.wire.codec import encode
 from tests.simulation.roles import MODEL, cluster
 from tests.support.batches import random_batch
 from tests.support.hostile_input import ODD

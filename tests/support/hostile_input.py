@@ -15,10 +15,10 @@ from typing import Any
 import fastavro
 import numpy as np
 
-from rollstream.topics import codec
-from rollstream.topics.codec import MAGIC, encode, values_of
 from rollstream.topics.records import NamedArray
-from rollstream.topics.trajectories import to_record
+from rollstream.topics.records.trajectory_arrays import to_record
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import MAGIC, encode, values_of
 from tests.support.batches import random_batch
 from tests.support.index_logs import MadeRun
 from tests.support.runs import rollout

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rollstream.pipeline import sqlite_files
-from rollstream.pipeline.index import schema
+from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun
 from rollstream.pipeline.index.log_source import ROLLOUTS, IndexSource, Positions
 from rollstream.pipeline.index.writer import IndexWriter
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord, Place
-from rollstream.topics.keys import encode_key
-from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import (
     BatchGroup,
     BatchIndexEntry,
@@ -36,7 +31,11 @@ from rollstream.topics.records import (
     TrainingBatch,
     Turn,
 )
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.journal_records import journal_record
 
 RUN = "made"

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.infra.jar_lock import sha256
-from rollstream.infra.jars import REPOSITORY_VARIABLE, cache_dir
+from rollstream.infra.broker.jar_lock import sha256
+from rollstream.infra.broker.jars import REPOSITORY_VARIABLE, cache_dir
 
 _FETCH_S = 900.0
 

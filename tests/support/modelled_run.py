@@ -7,11 +7,11 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.catalogue import CATALOGUE
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import JournalRecord, PolicyManifest
+from rollstream.topics.wire.catalogue import CATALOGUE
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World
 from tests.simulation.partition_log import PartitionLog
 from tests.simulation.scheduler import Process

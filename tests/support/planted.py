@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.tools.plain_values import decoded
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mark, PolicyManifest, TrainingBatch
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout

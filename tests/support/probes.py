@@ -5,7 +5,7 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollstream.topics.metric_catalogue import COMMON, of_role
+from rollstream.topics.metrics.catalogue import COMMON, of_role
 
 
 def probe(url: str, timeout_s: float = 60.0) -> tuple[int, str]:

@@ -11,10 +11,10 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.process import LabelingProcess
 from rollstream.consumers.step_writer import StepWriter
-from rollstream.topics.codec import decode, encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import ModelCall, SessionEvent
-from rollstream.topics.trajectories import to_record
+from rollstream.topics.records.trajectory_arrays import to_record
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World
 from tests.simulation.partition_log import Entry, PartitionLog

@@ -139,7 +139,7 @@ def _become(out: int, words: list[str], directory: str, environment: dict[str, s
 
 
 def _import_roles() -> None:
-    from rollstream.pipeline.commands import COMMANDS, GROUPS
+    from rollstream.pipeline.command_line.commands import COMMANDS, GROUPS
 
     modules: dict[str, Any] = {
         **COMMANDS,
@@ -156,6 +156,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the tests
     _import_roles()
     _serve(socket.socket(fileno=int(sys.argv[1])))
-    from rollstream.pipeline.entry import main
+    from rollstream.pipeline.command_line.entry import main
 
     main()

@@ -18,13 +18,13 @@ from confluent_kafka import Producer
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation import roles
 from tests.support import role_server
 from tests.support.batches import random_batch, send_batches

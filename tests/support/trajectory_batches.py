@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.topics.records import RolloutMetadata
-from rollstream.topics.trajectories import Trajectory, flatten
+from rollstream.topics.records.trajectory_arrays import Trajectory, flatten
 
 STATE = 3
 

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.producers.trajectories.producer import TrajectoryProducer
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import NamedArray, TrajectoryRecord
-from rollstream.topics.trajectories import Trajectory
+from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.codec import decode, encode
 from tests.support.runs import RealRun
 
 HOSTILE = encode(

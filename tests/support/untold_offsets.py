@@ -22,7 +22,7 @@ class Untold(sender.Delivery):
         return delivery(topic, partition, offset, *times)
 
 delivery, sender.Delivery = sender.Delivery, Untold
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

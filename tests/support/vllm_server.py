@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 

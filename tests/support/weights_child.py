@@ -16,9 +16,9 @@ from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_publisher import FileWriter
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.wire.catalogue import topic_name
 
 SHAPE = (40, 50)
 TENSORS = 6

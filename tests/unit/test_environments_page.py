@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.config import load
-from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.run.run_environments import environments_of
 from tests.support.pages import page
 
 PAGE = page("environments").partition("\n## Rewards\n")[0]

@@ -45,8 +45,8 @@ PLANTED: dict[str, tuple[dict[str, str], str]] = {
         "waits for itself: rollstream.topics.",
     ),
     "public_names": (
-        {"docs/a.md": f"{FENCE}python\nfrom rollstream.topics.codec import encode\n"},
-        "docs/a.md:2: imports from rollstream.topics.codec; import public names",
+        {"docs/a.md": f"{FENCE}python\nfrom rollstream.topics.wire.codec import encode\n"},
+        "docs/a.md:2: imports from rollstream.topics.wire.codec; import public names",
     ),
     "private_members": ({"tests/a.py": "import b\nb._y\n"}, "tests/a.py:2: touches _y; show it by a public name"),
     "generated_parts": (

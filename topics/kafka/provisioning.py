@@ -17,11 +17,11 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
 
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_errors import answer_of, denial, is_fenced, retrying
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _TIMEOUT_S = 30.0
 _ANSWER_S = 5.0

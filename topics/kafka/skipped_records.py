@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
-from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.validation import decode_journal
+from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.validation import decode_journal
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")

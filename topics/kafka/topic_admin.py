@@ -20,12 +20,12 @@ from confluent_kafka import (
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
-from rollstream.topics.catalogue import run_and_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
 from rollstream.topics.kafka.records import Place
+from rollstream.topics.wire.catalogue import run_and_name
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient

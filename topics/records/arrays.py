@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
 from rollstream.topics.errors import RecordError
+from rollstream.topics.wire.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -44,7 +44,7 @@ class NamedArray:
         """Return the array as a read-only view.
 
         Raises RecordError if bytes, dtype and shape do not agree, or if the array exceeds the limits of
-        rollstream.topics.arrays.
+        rollstream.topics.wire.arrays.
         """
         dtype = dtype_of(self.dtype)
         if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):

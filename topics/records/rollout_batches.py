@@ -38,7 +38,7 @@ class OldGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """Groups of rollouts with the metadata on the batch: the old form; topics/rollout_batch_upcast.py converts it."""
+    """Groups of rollouts with the metadata on the batch: the old form, which rollout_batch_upcast.py converts."""
 
     groups: tuple[OldGroup, ...]
     metadata: tuple[OldMetadata, ...] = ()

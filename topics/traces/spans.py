@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from rollstream.topics.config import TracesConfig
 from rollstream.topics.logs import event
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.traces.identity import SpanPlace, is_sampled
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.records import BatchGroup, BatchIndexEntry, LearnerStep, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.traces.identity import SpanPlace, span_of, trace_of_group, trace_of_step
 from rollstream.topics.traces.spans import SPANS, Attribute, TraceSpan
+from rollstream.topics.wire.catalogue import topic_name
 
 GROUP, SEND_ROLLOUT, PROCESS_ROLLOUTS = "group", "send rollouts", "process rollouts"
 SEND_BATCH, PROCESS_BATCH = "send batches", "process batches"

@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from rollstream.consumers.buffers.storage.checked_parquet import read_table, write_table
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout, Turn
-from rollstream.topics.rl_examples import Source
+from rollstream.topics.records.rl_examples import Source
+from rollstream.topics.wire.codec import decode_as, encode
 
 COLUMNS = pa.schema(
     [

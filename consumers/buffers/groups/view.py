@@ -33,17 +33,17 @@ from rollstream.consumers.files.atomic_files import (
     write_bytes,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
-from rollstream.topics.rl_examples import Source
-from rollstream.topics.validation import batch_problems, cancellation_problems, problems
+from rollstream.topics.records.rl_examples import Source
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.validation import batch_problems, cancellation_problems, problems
 
 _SAVE_EVERY = 10_000
 

@@ -29,7 +29,7 @@ from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError, RollstreamError
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Rollout, RolloutBatch, TrainingBatch
-from rollstream.topics.rollout_batch_upcast import upcast
+from rollstream.topics.wire.rollout_batch_upcast import upcast
 
 _LEFT_OUT = "left_out."
 logger = logging.getLogger(__name__)

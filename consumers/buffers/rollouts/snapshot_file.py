@@ -15,9 +15,9 @@ import numpy as np
 
 from rollstream.consumers.buffers.storage.journal import NoJournal, read_journal, write_journal
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Float32, Rollout
+from rollstream.topics.wire.codec import decode_as, encode
 
 FILE = "rollout-buffer.journal"
 

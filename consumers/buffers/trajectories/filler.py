@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from rollstream.consumers.files.atomic_files import read_json, write_json
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
@@ -26,7 +24,9 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import group_names
 from rollstream.topics.logs import event
 from rollstream.topics.records import TrajectoryRecord
-from rollstream.topics.trajectories import Trajectory, from_record
+from rollstream.topics.records.trajectory_arrays import Trajectory, from_record
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as
 
 logger = logging.getLogger(__name__)
 _RECORDS_A_POLL = 100

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from rollstream.consumers.buffers.trajectories import npz
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.arrays import dtype_name
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.trajectories import Trajectory, flatten, nest
+from rollstream.topics.records.trajectory_arrays import Trajectory, flatten, nest
+from rollstream.topics.wire.arrays import dtype_name
 
 DEFAULT = "npz"
 _ABOUT = "rollstream"

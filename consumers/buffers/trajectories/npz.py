@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.arrays import dtype_name, dtype_of
 from rollstream.topics.errors import RecordError
+from rollstream.topics.wire.arrays import dtype_name, dtype_of
 
 ABOUT = "trajectory.json"
 _ALIGNMENT = 64

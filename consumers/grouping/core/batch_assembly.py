@@ -22,11 +22,11 @@ from rollstream.consumers.grouping.core.held_rollouts import (
     advantage_bytes,
 )
 from rollstream.consumers.grouping.makers.batch_maker import array_bytes, group_bytes, row_bytes
-from rollstream.topics import codec
-from rollstream.topics.codec import column_bytes
-from rollstream.topics.frame_pieces import FramePieces, Piece, frame_pieces
 from rollstream.topics.records import BatchIndexEntry
-from rollstream.topics.rl_examples import REFERENCE, RLExample, digested
+from rollstream.topics.records.rl_examples import REFERENCE, RLExample, digested
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import column_bytes
+from rollstream.topics.wire.frame_pieces import FramePieces, Piece, frame_pieces
 
 
 def name_bytes(group: Group) -> int:

@@ -21,7 +21,7 @@ from rollstream.consumers.grouping.makers.batch_maker import MakerContext
 from rollstream.consumers.grouping.makers.registry import batch_maker, is_user_maker
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark
-from rollstream.topics.signatures import is_signed_by, mark_context
+from rollstream.topics.wire.signatures import is_signed_by, mark_context
 
 VERSION_STEP = 2**20
 """Maximum number of versions by which one mark moves the policy clock. A task that is further behind writes several

@@ -16,12 +16,12 @@ from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.rollout_reader import read_again, read_rollouts
-from rollstream.topics import codec
-from rollstream.topics.fates import exclusion_detail
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import GroupCancelled, Mark, Rollout
-from rollstream.topics.signatures import ROLLOUT, is_signed_by
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.records.fates import exclusion_detail
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.signatures import ROLLOUT, is_signed_by
+from rollstream.topics.wire.validation import cancellation_problems, problems
 
 
 class Rejection(NamedTuple):

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.topics.codec import decode_as
 from rollstream.topics.records import BatchIndexEntry, Drop, FinishedGroup, JournalRecord, TrainingBatch
+from rollstream.topics.wire.codec import decode_as
 
 CORE_VERSION = 1
 """Version of the fold's behaviour. The configuration in the log says which version is in force

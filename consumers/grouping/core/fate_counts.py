@@ -2,14 +2,15 @@
 
 The means show whether lost rollouts differ from kept rollouts. Values are added in the order in which offsets reach
 their fate, so that the sums have the same bits after any crash. The counts in the journal have a size limit: once it is
-reached, new environments are counted together. `rollstream.topics.journal_counts` says which counts a record holds.
+reached, new environments are counted together. `journal_counts.py` says which counts a record holds.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.topics.fates import (
+from rollstream.topics.records import FateCount
+from rollstream.topics.records.fates import (
     DROP_REASONS,
     DROPPED,
     OTHER_ENVIRONMENTS,
@@ -17,7 +18,6 @@ from rollstream.topics.fates import (
     dropped_for,
     fate_and_reason,
 )
-from rollstream.topics.records import FateCount
 
 COUNTED_BYTES = 128 * 1024
 """Maximum size of the counts in a snapshot; beyond it, new environments are counted together."""

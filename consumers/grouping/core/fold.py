@@ -28,9 +28,9 @@ from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
-from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.records import FateCount, Mark
+from rollstream.topics.wire import codec
 
 
 class Fold:

@@ -31,9 +31,9 @@ from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.core.rates import Rates
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
-from rollstream.topics.codec import frame_of
 from rollstream.topics.records import GroupCancelled, RateLevel
-from rollstream.topics.rl_examples import Source
+from rollstream.topics.records.rl_examples import Source
+from rollstream.topics.wire.codec import frame_of
 
 
 class GroupLifecycle:

@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.wire.commit_metadata import CommitMetadata
 
 _COARSE_MS = 1000
 

@@ -20,7 +20,16 @@ from rollstream.consumers.grouping.core.groups import Group
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.core.task_state import TaskState
-from rollstream.topics.fates import (
+from rollstream.topics.records import (
+    Drop,
+    FateCount,
+    FinishedGroup,
+    FinishedOffsets,
+    GroupCancelled,
+    JournalRecord,
+    RateLevel,
+)
+from rollstream.topics.records.fates import (
     BATCHED,
     CONTROL,
     DEAD_LETTERED,
@@ -32,17 +41,8 @@ from rollstream.topics.fates import (
     clip,
     dropped_for,
 )
-from rollstream.topics.offset_ranges import to_ranges
-from rollstream.topics.records import (
-    Drop,
-    FateCount,
-    FinishedGroup,
-    FinishedOffsets,
-    GroupCancelled,
-    JournalRecord,
-    RateLevel,
-)
-from rollstream.topics.validation import NAME_LIMIT
+from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.wire.validation import NAME_LIMIT
 
 
 class OffsetTracker:

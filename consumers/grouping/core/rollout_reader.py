@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.grouping.core.held_rollouts import NOTHING, HeldRollout
-from rollstream.topics import codec
-from rollstream.topics.frame_scanner import SCAN_ERRORS, Scan, scanner
 from rollstream.topics.records import NamedArray
-from rollstream.topics.validation import (
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.frame_scanner import SCAN_ERRORS, Scan, scanner
+from rollstream.topics.wire.validation import (
     LOGPROB_TOLERANCE,
     NAME_LIMIT,
     NO_LOGPROB,

@@ -14,9 +14,6 @@ from typing import TypeVar
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.process.adoption import adopted, check_nothing_beyond
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode, is_frame
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
 from rollstream.topics.kafka import hanging_transactions, topic_admin
@@ -29,10 +26,13 @@ from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.validation import decode_journal
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode, is_frame
+from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import decode_journal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,10 +14,10 @@ from rollstream.consumers.grouping.core.effects import Effects
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.process.restoration import RestoreProgress
 from rollstream.consumers.grouping.selection_bias import MEASURES, Selection, SelectionWatch, selections
-from rollstream.topics.fates import READ, fate_and_reason
-from rollstream.topics.metric_values import VALUES
-from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.metrics.values import VALUES
+from rollstream.topics.metrics.writer import MetricsWriter
 from rollstream.topics.records import FateCount
+from rollstream.topics.records.fates import READ, fate_and_reason
 
 
 class GroupingFigures:

@@ -24,8 +24,8 @@ from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import OwnershipLost
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.paused_partitions import PauseWatch
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
@@ -34,9 +34,9 @@ from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_watch import TopicWatch
 from rollstream.topics.logs import event
-from rollstream.topics.metrics import MetricsWriter
-from rollstream.topics.paused_partitions import PauseWatch
-from rollstream.topics.signatures import MarkSigner
+from rollstream.topics.metrics.writer import MetricsWriter
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 _REPORT_EVERY_S = 5.0

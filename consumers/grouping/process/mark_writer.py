@@ -5,17 +5,17 @@ import time
 from collections.abc import Callable
 
 from rollstream.consumers.grouping.config import GrouperConfig
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure, Sender
-from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import Mark
-from rollstream.topics.signatures import MarkSigner
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 

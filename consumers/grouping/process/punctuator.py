@@ -7,14 +7,14 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.process.broker_clock import BrokerClock
 from rollstream.consumers.grouping.process.mark_writer import MarkWriter
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
-from rollstream.topics.signatures import MarkSigner
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 _FLUSH_S = 5.0

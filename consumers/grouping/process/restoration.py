@@ -19,14 +19,14 @@ from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
 from rollstream.consumers.grouping.process.bootstrap import committed_offset, journal_record
 from rollstream.consumers.grouping.process.skipped_offsets import requested_skips
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, StateRefused
 from rollstream.topics.kafka.reader import Reader, records_between
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
 
 logger = logging.getLogger(__name__)
 _TELL_EVERY_S = 5.0

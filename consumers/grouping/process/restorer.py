@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable
 from rollstream.consumers.grouping.config import GrouperConfig, largest_batch_bytes
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.process.restoration import Restoration, RestoreProgress, reader_of_restores
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.wire.catalogue import topic_name
 
 AT_ONCE = 4
 """Number of restores in progress: while the records of one are folded, the clients of the others fetch."""

@@ -10,16 +10,16 @@ import time
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offset
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
-from rollstream.topics.offset_ranges import OffsetRange
 from rollstream.topics.records import SkippedOffset
+from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.keys import encode_key
 
 REASON_LIMIT = 250
 """Largest number of characters of a reason."""

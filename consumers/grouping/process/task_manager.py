@@ -19,12 +19,12 @@ from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.seeks import Seeks
 from rollstream.consumers.transactions import OwnershipLost
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.group_member import GroupMember
 from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.25

@@ -10,15 +10,15 @@ from rollstream.consumers.grouping.core.effects import DeadLetter
 from rollstream.consumers.grouping.core.grouping_task import TaskCommit
 from rollstream.consumers.grouping.process.bootstrap import WRITER
 from rollstream.consumers.transactions import ExactlyOnce, Refused
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordTooLarge
 from rollstream.topics.kafka.reader import Poller
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.transactions import Transaction
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 
 
 class TransactionPublisher(ExactlyOnce[TaskCommit]):

@@ -16,11 +16,11 @@ import numpy as np
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.row_checks import unfit_rows
-from rollstream.topics.batch_uses import taken_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
-from rollstream.topics.rl_examples import chosen_token_arrays
-from rollstream.topics.skip_reasons import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.batch_uses import taken_rows
+from rollstream.topics.records.rl_examples import chosen_token_arrays
+from rollstream.topics.records.skip_reasons import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 

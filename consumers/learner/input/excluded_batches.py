@@ -3,14 +3,14 @@
 The learner follows the topic without waiting for it; records present when it starts are known from the beginning.
 """
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.follower import read_then_follow
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
 from rollstream.topics.records import ExcludedBatch
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.keys import decode_key
 
 
 class Exclusions(Closing):

@@ -6,13 +6,13 @@ numbers. It then skips the batches that the publisher skips, also if it reads th
 
 from bisect import bisect_right
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.follower import read_then_follow
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire.catalogue import topic_name
 
 
 class PublisherSteps(Closing):

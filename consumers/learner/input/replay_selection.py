@@ -21,12 +21,12 @@ from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
 from rollstream.consumers.learner.input.row_checks import nothing_to_train_on, unfit_rows
-from rollstream.topics.batch_uses import is_left_out, trained_rows
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
-from rollstream.topics.rl_examples import stamp_of
-from rollstream.topics.skip_reasons import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.batch_uses import is_left_out, trained_rows
+from rollstream.topics.records.rl_examples import stamp_of
+from rollstream.topics.records.skip_reasons import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 

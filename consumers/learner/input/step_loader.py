@@ -36,7 +36,6 @@ from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
 from rollstream.consumers.learner.training.train_step import PlacedStep
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamError, TopicError
@@ -44,6 +43,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchIndexEntry, BatchUse, TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024

@@ -24,10 +24,10 @@ from rollstream.consumers.learner.records.checkpoint_paths import META, is_remot
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import RollstreamError, StateRefused, brief
 from rollstream.topics.heartbeats import beating_during
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.wire.codec import decode_as, encode
 
 _MOST_NAMED = 5
 SAVE_TIMEOUT_S = 24 * 3600

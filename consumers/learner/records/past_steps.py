@@ -8,14 +8,14 @@ from contextlib import closing
 
 from rollstream.consumers.batch_reader import IndexedBatch
 from rollstream.consumers.learner.input.batch_selection import StepPlan
-from rollstream.topics.batch_uses import taken_rows, trained_rows
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from rollstream.topics.records.batch_uses import taken_rows, trained_rows
+from rollstream.topics.wire.catalogue import topic_name
 
 _MOST_NAMED = 5
 

@@ -7,9 +7,9 @@ import math
 import sys
 from collections.abc import Mapping
 
-from rollstream.topics.batch_uses import names_of
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.records.batch_uses import names_of
 
 MEASURES = ("loss", "entropy/mean", "optim/grad_norm")
 """Metrics of a step that are compared."""

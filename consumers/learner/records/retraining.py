@@ -22,10 +22,10 @@ from rollstream.consumers.learner.startup import Example, begin, load_reference,
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
 from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import read_steps
-from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.records.batch_uses import rows_of
 
 _MOST_NAMED = 5
 _POLL_S = 1.0

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.records import LearnerStep
 
 

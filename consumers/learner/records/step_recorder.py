@@ -24,12 +24,12 @@ from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
-from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.forked_learners import forked_learners
+from rollstream.topics.control.forked_learners import forked_learners
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.records.batch_uses import rows_of
 from rollstream.topics.traces.way import step_recorded
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from rollstream.consumers.weights.chains import ChainBroken, forget
 from rollstream.consumers.weights.content import Arrays, ChunksGone, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
@@ -25,6 +24,7 @@ from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.05

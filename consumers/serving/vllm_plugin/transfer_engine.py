@@ -22,10 +22,10 @@ from rollstream.consumers.serving.vllm_plugin.requested_versions import (
     RequestedVersions,
 )
 from rollstream.consumers.weights.content import Arrays
-from rollstream.topics.arrays import little_endian_view
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
+from rollstream.topics.wire.arrays import little_endian_view
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

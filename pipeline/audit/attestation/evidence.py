@@ -37,10 +37,7 @@ from rollstream.pipeline.audit.merkle_tree import MerkleTree
 from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.refold import ends_snapshot, fold_again, skips_in
 from rollstream.pipeline.audit.topic_reading import Index
-from rollstream.topics import codec
-from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError, StateRefused
-from rollstream.topics.fates import BATCHED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import (
     BatchIndexEntry,
@@ -51,8 +48,11 @@ from rollstream.topics.records import (
     TrainingBatch,
     batch_numbers,
 )
-from rollstream.topics.rl_examples import batch_digest
-from rollstream.topics.validation import batch_problems, entry_problems
+from rollstream.topics.records.fates import BATCHED
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.validation import batch_problems, entry_problems
 
 _MOST_NAMED = 20
 _NO_BATCH = -1

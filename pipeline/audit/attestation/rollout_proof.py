@@ -14,7 +14,7 @@ from rollstream.pipeline.audit.attestation.leaves import Leaf, TreeName, canonic
 from rollstream.pipeline.audit.attestation.statement import Disproved, Statement
 from rollstream.pipeline.audit.merkle_tree import root_of_path
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.fates import BATCHED
+from rollstream.topics.records.fates import BATCHED
 
 FORMAT = "rollstream proof 1"
 

@@ -16,7 +16,7 @@ from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut, Ends
 from rollstream.pipeline.audit.attestation.evidence import Evidence
 from rollstream.pipeline.audit.attestation.leaves import TREES, Leaf, canonical, digest_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.signatures import Signer, check_public_key, is_signature
+from rollstream.topics.wire.signatures import Signer, check_public_key, is_signature
 
 FORMAT = "rollstream attestation 1"
 _CONTEXT = b"rollstream attestation\0"

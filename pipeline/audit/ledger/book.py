@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollstream.consumers.grouping.selection_bias import Selection
-from rollstream.pipeline.record_counts import RecordCounts
+from rollstream.pipeline.audit.record_counts import RecordCounts
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 _MOST_NAMED = 20

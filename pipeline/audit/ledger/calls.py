@@ -12,14 +12,14 @@ from typing import Any
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
-from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.catalogue import topic_name
 
 IN_ROLLOUTS = "in_rollouts"
 OPEN = "open"

@@ -6,9 +6,9 @@ from typing import Any
 
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.retired_learners import note_retired
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import RetiredLearner
-from rollstream.topics.retired_learners import note_retired
 
 
 class ControlRecords:

@@ -7,12 +7,12 @@ from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import LETTERED, PartitionJournal, code_of, codes
-from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.fates import DEAD_LETTERED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records.fates import DEAD_LETTERED
+from rollstream.topics.wire.catalogue import name_in_run
 
 REDRIVEN = "rollstream.redriven"
 """Header of a note in dead-letters that a letter was sent again: the offset of the letter in the same partition."""

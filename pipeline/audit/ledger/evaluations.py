@@ -9,7 +9,7 @@ from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import REWARD_LIMIT, problems
+from rollstream.topics.wire.validation import REWARD_LIMIT, problems
 
 _MOST_DIGITS = 9
 Kind = tuple[str, str, str, int]

@@ -3,11 +3,11 @@
 A record that may be hidden is undecided, not lost: the transaction of a killed process ends after its timeout.
 """
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.open_transactions import Undecided, undecided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.wire.catalogue import topic_name
 
 
 class HiddenRecords:

@@ -14,12 +14,12 @@ from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
 from rollstream.pipeline.audit.packing import packed, unpacked
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, batch_numbers
+from rollstream.topics.wire.catalogue import topic_name
 
 _MOST_NAMED = 20
 _LARGEST = 1 << 62

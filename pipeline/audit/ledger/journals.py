@@ -8,14 +8,14 @@ from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.commit_metadata import CommitMetadata
 
 
 class Journals:

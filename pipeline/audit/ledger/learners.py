@@ -17,7 +17,7 @@ from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchUse, LearnerStep, batch_numbers
-from rollstream.topics.skip_reasons import OTHER
+from rollstream.topics.records.skip_reasons import OTHER
 
 _MOST_ROWS = 2**24
 _MOST_NAMED = 20

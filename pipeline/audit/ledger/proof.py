@@ -30,11 +30,11 @@ from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bo
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.fates import CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.records.fates import CONTROL, READ
+from rollstream.topics.wire.catalogue import topic_name
 
 _NO_ROLLOUTS = (READ, CONTROL)
 """Names of counts other than fates of rollouts."""

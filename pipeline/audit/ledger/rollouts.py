@@ -13,12 +13,12 @@ from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail
 from rollstream.pipeline.audit.offset_table import OffsetRuns
 from rollstream.pipeline.audit.partition_journal import ROLLOUT, SEEN, PartitionJournal, code_of, codes
-from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.fates import DEAD_LETTERED
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records.fates import DEAD_LETTERED
+from rollstream.topics.wire import codec
 
 _END = 1 << 62
 _IN_FLIGHT = code_of("in_flight")

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
+from rollstream.topics.wire.catalogue import topic_name
 
 PATIENCE_S = 3.0
 """How long to wait for records of a committed transaction, which do not appear on all partitions at once."""

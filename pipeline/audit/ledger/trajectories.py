@@ -17,15 +17,15 @@ from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable
 from rollstream.pipeline.audit.packing import packed_table, unpacked_table
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import TrajectoryRecord
+from rollstream.topics.records.labeling_progress import LabelingProgress
+from rollstream.topics.wire.catalogue import topic_name
 
 _SETTLED = ("labeled", "dead_lettered", "left_out")
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")

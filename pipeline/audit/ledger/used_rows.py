@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollstream.pipeline.audit.packing import packed, unpacked
-from rollstream.topics.offset_ranges import from_ranges, to_ranges
 from rollstream.topics.records import batch_numbers
+from rollstream.topics.records.offset_ranges import from_ranges, to_ranges
 
 Use = Literal["trained", "skipped"]
 USES: tuple[Use, ...] = ("trained", "skipped")

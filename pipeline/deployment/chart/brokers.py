@@ -8,7 +8,7 @@ from rollstream.pipeline.deployment.chart.context import RunChart
 from rollstream.pipeline.deployment.chart.pods import IN_CHART, WITH_USERS
 from rollstream.pipeline.deployment.chart.templates import Template, value, when
 from rollstream.pipeline.deployment.container_settings import KAFKA_PORT
-from rollstream.topics.catalogue import CATALOGUE, TopicSpec, topic_name
+from rollstream.topics.wire.catalogue import CATALOGUE, TopicSpec, topic_name
 
 SECURED_PORT = 9093
 LISTENER = "roles"

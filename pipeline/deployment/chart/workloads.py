@@ -8,6 +8,7 @@ Two learners at once do no harm, because the brokers fence the older one.
 from typing import Any
 
 from rollstream.consumers.learner.records.checkpoint_paths import is_remote
+from rollstream.pipeline.command_line.process_number import AUTO
 from rollstream.pipeline.deployment.access_rules import TOPICS
 from rollstream.pipeline.deployment.chart.context import PROCESSES, TOOLS, RunChart, values_key
 from rollstream.pipeline.deployment.chart.pods import learner_digest, pod_template, pod_values
@@ -23,7 +24,6 @@ from rollstream.pipeline.deployment.description import (
     SERVE_WEIGHTS,
     RoleDescription,
 )
-from rollstream.pipeline.process_number import AUTO
 
 WAIT_S = 600
 """Time in which brokers must answer a job or a pod that waits for them; after it, the job or pod is started again."""

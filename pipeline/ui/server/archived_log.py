@@ -6,8 +6,8 @@ from itertools import chain, islice
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.index.log_source import ArchiveSource
 from rollstream.pipeline.run.observed_log import OBSERVED
-from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.wire.catalogue import name_in_run, topic_name
 
 
 class ArchivedLog:

@@ -17,10 +17,10 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
 from rollstream.pipeline.ui.server.archived_log import ArchivedLog
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)
 EVERY_S = 1.0

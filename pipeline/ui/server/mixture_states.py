@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.producers.curriculum import Curriculum, Lesson
-from rollstream.producers.mixture_states import newest_states
+from rollstream.producers.flow.curriculum import Curriculum, Lesson
+from rollstream.producers.flow.mixture_states import newest_states
+from rollstream.topics.control.steering import DesiredState, desired_state
 from rollstream.topics.records import EnvironmentState, MixtureState
-from rollstream.topics.steering import DesiredState, desired_state
 
 
 def mixture(config: RunConfig) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.index.fates import IN_FLIGHT, UNREAD
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
-from rollstream.topics.offset_ranges import OffsetRange
+from rollstream.topics.records.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
+from rollstream.topics.records.offset_ranges import OffsetRange
 
 FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 

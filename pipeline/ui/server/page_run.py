@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rollstream.pipeline import lasting_changes, steering
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.control import irreversible_actions as lasting_changes
+from rollstream.pipeline.control import steering
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.tools.ledger import live_ledger
@@ -19,9 +20,9 @@ from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.offset_fates import ranges_of
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.offset_ranges import OffsetRange
+from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.wire.catalogue import topic_name
 
 T = TypeVar("T")
 _THREADS = 4

@@ -10,14 +10,14 @@ from typing import Any
 from rollstream.pipeline.audit.ledger.calls import CallBook
 from rollstream.producers.episodes.call_sequences import CallSequences
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode
 
 Reading = Callable[[int, range], Iterable[KafkaRecord]]
 """Reads offsets of a partition of `calls`."""

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker.broker import LocalBroker
 from rollstream.topics.config import KafkaConfig
 from tests.bench.growth import grouping_runs, open_groups
 from tests.bench.growth.logs import LogGrowth

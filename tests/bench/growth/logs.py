@@ -11,14 +11,14 @@ from typing import NamedTuple
 from rollstream import BatchReader, StepWriter
 from rollstream.consumers.batch_reader import ReadBatch
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.writer import index_file
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.bench import material
 from tests.bench.growth.costs import Costs, wait
 from tests.bench.growth.series import Series

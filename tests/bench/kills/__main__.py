@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from rollstream.infra.broker import LocalBroker
-from rollstream.pipeline.text_tables import table
+from rollstream.infra.broker.broker import LocalBroker
+from rollstream.pipeline.command_line.text_tables import table
 from tests.bench.kills import peers, rollstream_run
 from tests.bench.kills.tally import Tally
 

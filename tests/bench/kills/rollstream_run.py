@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode, kind_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode, kind_of
 from tests.bench.kills.peers import MORE, victims
 from tests.bench.kills.tally import Tally
 from tests.support.steered_run import VALUES, SteeredRun

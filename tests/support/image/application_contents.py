@@ -48,7 +48,7 @@ PROGRAM = f"""\
 #!{VENV}/bin/python -P
 import sys
 
-from rollstream.pipeline.entry import main
+from rollstream.pipeline.command_line.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

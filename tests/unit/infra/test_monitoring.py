@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.consumers.learner.training.objective import LossConfig
 from rollstream.infra.monitoring import alerts, dashboard
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, COMMON
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS, COMMON
 from tests.support.paths import ROOT
 
 SPECS = {spec.name: spec for spec in CATALOGUE_OF_METRICS}

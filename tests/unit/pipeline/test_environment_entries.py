@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.pipeline.config import RunConfig, load, to_toml
-from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.env import worker_name
+from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.topics.errors import ConfigurationError
 

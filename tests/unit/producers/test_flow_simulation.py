@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.environment_counts import EnvironmentCounts
-from rollstream.producers.flow_control import FlowControl, PartitionProgress, RunProgress
-from rollstream.topics.journal_counts import JournalCounts
+from rollstream.producers.flow.environment_counts import EnvironmentCounts
+from rollstream.producers.flow.flow_control import FlowControl, PartitionProgress, RunProgress
 from rollstream.topics.records import FateCount, JournalRecord
+from rollstream.topics.records.journal_counts import JournalCounts
 from tests.support.journal_records import journal_record
 
 GROUP = 8

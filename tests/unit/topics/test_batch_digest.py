@@ -6,9 +6,9 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from rollstream.topics.codec import encode
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.rl_examples import batch_digest, has_digest
+from rollstream.topics.records.rl_examples import batch_digest, has_digest
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch
 
 BATCH = random_batch(3)

@@ -21,9 +21,9 @@ from typing import Any
 import fastavro
 import pytest
 
-from rollstream.topics import avro_files
-from rollstream.topics.avro_files import ContainerDamage, ContainerRecord, read_container
-from rollstream.topics.avro_schema_limits import DEEPEST, MOST_VALUES, check_schema
+from rollstream.topics.wire import avro_files
+from rollstream.topics.wire.avro_files import ContainerDamage, ContainerRecord, read_container
+from rollstream.topics.wire.avro_schema_limits import DEEPEST, MOST_VALUES, check_schema
 
 SYNC = b"0123456789abcdef"
 HEADER = {
@@ -39,7 +39,7 @@ LIMIT_BYTES = 3 * 1024**3
 READ = f"""
 import pathlib, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT_BYTES}, {LIMIT_BYTES}))
-from rollstream.topics.avro_files import ContainerDamage, read_container
+from rollstream.topics.wire.avro_files import ContainerDamage, read_container
 for path in sys.argv[1:]:
     for item in read_container(pathlib.Path(path).read_bytes()):
         assert isinstance(item, ContainerDamage)

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from rollstream.topics import codec, records
-from rollstream.topics.codec import (
+from rollstream.topics import records
+from rollstream.topics.errors import RecordError
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import (
     HEADER_SIZE,
     MAGIC,
     RECORD_TYPES,
@@ -27,7 +29,6 @@ from rollstream.topics.codec import (
     schemas,
     schemas_in,
 )
-from rollstream.topics.errors import RecordError
 
 PAIRS = [
     (older, newer)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollstream.topics.config import TracesConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.records import BatchGroup
 from rollstream.topics.traces.identity import SpanPlace, is_sampled, span_of, trace_of_group, trace_of_step
 from rollstream.topics.traces.spans import MOST_WAITING, SPANS, TraceSpan, start

@@ -5,11 +5,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import Schema
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import ConfigurationError, RegistryUnavailable, SchemaRefused, brief
 from rollstream.topics.kafka.registry.subjects import Subject, registered_text
 from rollstream.topics.secrets import resolve
+from rollstream.topics.wire.codec import Schema
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema as RegistrySchema

@@ -10,13 +10,13 @@ import threading
 import time
 from functools import cache
 
-from rollstream.topics.catalogue import run_and_name
-from rollstream.topics.codec import HEADER_SIZE, MAGIC, frame_of, framed_for_registry, schema_of
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, RollstreamError, SchemaRefused
 from rollstream.topics.kafka.registry.client import RegistryClient
 from rollstream.topics.kafka.registry.subjects import Subject, subject_of, subjects_of
 from rollstream.topics.logs import event
+from rollstream.topics.wire.catalogue import run_and_name
+from rollstream.topics.wire.codec import HEADER_SIZE, MAGIC, frame_of, framed_for_registry, schema_of
 
 logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 5.0

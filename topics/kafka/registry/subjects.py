@@ -8,9 +8,9 @@ it.
 import json
 from typing import NamedTuple
 
-from rollstream.topics.catalogue import CATALOGUE, run_and_name, spec_of, topic_name
-from rollstream.topics.codec import HEADER_SIZE, MAGIC, Schema, schemas
 from rollstream.topics.config import RegistryConfig
+from rollstream.topics.wire.catalogue import CATALOGUE, run_and_name, spec_of, topic_name
+from rollstream.topics.wire.codec import HEADER_SIZE, MAGIC, Schema, schemas
 
 FRAME_HEADER = "frame_header"
 """Name of the field that registered schemas have before our own fields."""

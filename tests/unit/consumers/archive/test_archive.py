@@ -21,11 +21,11 @@ from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
 from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
-from rollstream.topics.catalogue import CATALOGUE
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, Drop, LearnerStep, NamedArray, Rollout
+from rollstream.topics.wire.catalogue import CATALOGUE
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.archiving import DAY_MS, LOG_OF_TWO, Merging, Stopped, StoppingStore, archive_all, entry, held
 from tests.support.journal_records import journal_record
 from tests.support.runs import rollout

@@ -9,9 +9,9 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep, Rollout, Turn
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import random_batch
 from tests.support.group_stores import context, group, opened
 from tests.support.runs import rollout

@@ -14,12 +14,12 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.config import RegistryConfig, TopicsConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.wire.codec import encode
 from tests.simulation.installation import World, installed
 from tests.support.archived_run import archive_run
 from tests.support.archiving import StoppingStore

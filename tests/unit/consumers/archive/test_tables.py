@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.archive import tables, writer
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, log_table, rows_of, table_of
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, LearnerStep, RescoredRollout, Rollout
+from rollstream.topics.wire.codec import decode, encode
 from tests.strategies import any_record
 from tests.support.archiving import DAY_MS, StoppingStore, entry
 from tests.support.batches import random_batch

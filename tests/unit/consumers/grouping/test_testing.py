@@ -5,9 +5,9 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import decode, encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Rollout, same
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 
 
 def test_rollouts_piped_come_out_as_batches() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.process import LabelingProcess
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World, installed
 from tests.simulation.scheduler import Process
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun

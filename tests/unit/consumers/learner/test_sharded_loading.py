@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from rollstream.consumers.models import huggingface
-from rollstream.infra.ports import free_port
-from rollstream.topics.params_checksum import params_checksum
+from rollstream.infra.broker.ports import free_port
+from rollstream.topics.wire.params_checksum import params_checksum
 from tests.support.checkpoints import LARGE, random_parameters
 from tests.support.loading_child import Job
 from tests.support.paths import ROOT

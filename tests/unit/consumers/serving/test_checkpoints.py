@@ -20,7 +20,7 @@ from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
 from rollstream.consumers.models.config import LoraConfig, manifest_model
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import random_parameters, write_checkpoint, write_tokenizer
 from tests.support.serving_engines import ARRAYS, MODEL, manifest
 

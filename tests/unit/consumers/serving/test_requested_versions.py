@@ -10,11 +10,11 @@ from rollstream.consumers.serving.vllm_plugin import requested_versions
 from rollstream.consumers.serving.vllm_plugin.requested_versions import RequestedVersions
 from rollstream.consumers.weights.content import ChunksLate, WeightsRefused
 from rollstream.topics.closing import Closing
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import PolicyManifest, Tensor
+from rollstream.topics.wire.codec import encode
 from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually
 

@@ -13,9 +13,9 @@ from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.content import Content, WeightsRefused
 from rollstream.consumers.weights.delta import delta_content
 from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
-from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_view
-from rollstream.topics.params_digest import params_digest, tensor_digests
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.arrays import dtype_name, dtype_of, little_endian_view
+from rollstream.topics.wire.params_digest import params_digest, tensor_digests
 
 Arrays = dict[str, np.ndarray]
 DTYPES = [np.dtype(name) for name in ("<f4", ">f4", "<f2", "<i8", "|b1", "<c16", "<U2", "|S3")]

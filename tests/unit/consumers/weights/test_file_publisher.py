@@ -17,8 +17,8 @@ from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_files
 from rollstream.consumers.weights.layout import ContentBuffer, full_content
 from rollstream.topics.errors import DeliveryError
-from rollstream.topics.params_digest import tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.params_digest import tensor_digests, tree_digest
 from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store, mistaken
 from tests.support.log_lines import log_lines
 from tests.support.waiting import eventually

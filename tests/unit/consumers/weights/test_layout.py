@@ -16,9 +16,9 @@ from hypothesis.extra import numpy as npst
 from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
-from rollstream.topics.codec import decode, encode
-from rollstream.topics.params_digest import TensorDigest, params_digest, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.params_digest import TensorDigest, params_digest, tensor_digests, tree_digest
 
 DTYPES = [np.dtype(name) for name in ("<f4", ">f4", "<f2", "<i8", "|b1")] + [np.dtype(ml_dtypes.bfloat16)]
 arrays = st.dictionaries(

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.weights.chains import needed, with_bases
 from rollstream.consumers.weights.manifests import Manifests, manifests_in, none_whole, published_after
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.manifests import one_chunk_manifest
 
 CHUNK = Chunk(index=0, partition=0, offset=0, size_bytes=1, digest="d")

@@ -11,10 +11,10 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.layout import assemble, full_content, split
 from rollstream.consumers.weights.shard_writer import Draft, draft
 from rollstream.consumers.weights.shards import Offer, Plan, Shard, joined, owners, planned
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.params_digest import params_digest
 
 CONFIG = WeightsConfig(chunk_bytes=100)
 names = st.text("abcxyz._0123456789", min_size=1, max_size=8)

@@ -13,8 +13,8 @@ from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.spooled_version import SpooledVersion
-from rollstream.topics.params_digest import params_digest, tensor_digests
 from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.wire.params_digest import params_digest, tensor_digests
 
 TENSOR_BYTES = 1024 * 1024
 PARAMS = {f"layer.{n}": np.full(TENSOR_BYTES // 4, n, np.float32) for n in range(16)}

@@ -7,9 +7,9 @@ import pytest
 
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.version_source import VersionSource
-from rollstream.topics.codec import decode_as
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.wire.codec import decode_as
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 

@@ -21,13 +21,13 @@ from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.tools.attest import proof_text
-from rollstream.topics.codec import decode, decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import JournalRecord, LearnerStep, PolicyManifest
-from rollstream.topics.signatures import Signer, write_key
+from rollstream.topics.wire.codec import decode, decode_as, encode
+from rollstream.topics.wire.params_digest import params_digest
+from rollstream.topics.wire.signatures import Signer, write_key
 from tests.support.attested_run import MADE_GROUPS, STEPS, made_archive
 from tests.support.checkpoints import random_parameters
 from tests.support.forged_archives import Forge, forged, forgeries

@@ -12,10 +12,10 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.calls import FATES, CallBook, CallRecords
 from rollstream.pipeline.tools.ledger import calls_text
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World, installed
 from tests.simulation.partition_log import Entry
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun

@@ -10,11 +10,11 @@ import pytest
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import of_rollouts
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations, evaluation
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
 from tests.support.runs import rollout
 
 

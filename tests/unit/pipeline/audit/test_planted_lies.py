@@ -21,11 +21,11 @@ from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.tools.lineage import lineage_trees
-from rollstream.topics.codec import encode
-from rollstream.topics.fates import BATCHED
-from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import Drop, FinishedOffsets
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.fates import BATCHED
+from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.codec import encode
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN
@@ -220,7 +220,7 @@ LIES: dict[str, Planted] = {
         verify=(
             (
                 "batch 0-3 cannot be read: modelled.batches[0] offset 6: not an Avro single-object frame "
-                "(starts with 6a 75 6e 6b); encode records with rollstream.topics.codec"
+                "(starts with 6a 75 6e 6b); encode records with rollstream.topics.wire.codec"
             ),
         ),
     ),

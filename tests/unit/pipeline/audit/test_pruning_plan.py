@@ -29,11 +29,11 @@ from rollstream.pipeline.audit.pruning_plan import (
     plan,
 )
 from rollstream.pipeline.audit.refold import beginnings
-from rollstream.pipeline.cli import main
-from rollstream.pipeline.text_tables import printable
+from rollstream.pipeline.command_line.cli import main
+from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.tools.prune import plan_text, rows_of
-from rollstream.topics.catalogue import PRUNED
 from rollstream.topics.records import JournalRecord, SessionEvent
+from rollstream.topics.wire.catalogue import PRUNED
 
 Plan = dict[tuple[str, int], Deletion]
 

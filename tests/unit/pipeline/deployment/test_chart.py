@@ -13,17 +13,17 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.command_line.cli import build_parser
+from rollstream.pipeline.command_line.process_number import AUTO, number_of_host
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.chart.pods import USER
 from rollstream.pipeline.deployment.container_settings import HOME
 from rollstream.pipeline.deployment.description import ROLES, counts, role_of
 from rollstream.pipeline.deployment.scaling import bounds
-from rollstream.pipeline.process_number import AUTO, number_of_host
 from rollstream.pipeline.settings import is_setting_variable
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from tests.support.charts import CONTROL, DEVELOPMENT, MUCH, PRODUCTION, THEIR_BROKERS, Release, write_chart
 from tests.support.custom_resources import SPECS, check_custom
 from tests.support.helm_templates import chart_values

@@ -17,8 +17,8 @@ from rollstream.pipeline.deployment.access_rules import (
     users_of,
 )
 from rollstream.pipeline.deployment.description import counts, expanded, role_of
-from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from tests.support.charts import DEVELOPMENT, MUCH, THEIR_BROKERS, Release, write_chart
 from tests.support.network_policies import allowed
 

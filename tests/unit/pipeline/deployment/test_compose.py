@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rollstream.infra.config import BrokerConfig
-from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.compose import CODE, CONFIG, ComposeOptions
 from rollstream.pipeline.deployment.container_settings import HOME

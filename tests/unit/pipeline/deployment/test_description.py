@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.cli import build_parser
-from rollstream.pipeline.commands import GROUPS
+from rollstream.pipeline.command_line.cli import build_parser
+from rollstream.pipeline.command_line.commands import GROUPS
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import (
     NUMBER,
@@ -22,9 +22,9 @@ from rollstream.pipeline.deployment.description import (
 )
 from rollstream.pipeline.run.plan import plan
 from rollstream.pipeline.settings import known_keys
-from rollstream.topics.catalogue import CATALOGUE, TOOLS
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.wire.catalogue import CATALOGUE, TOOLS
 from tests.support.paths import ROOT
 
 MOST: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from rollstream.pipeline.deployment.scaling import (
     stabilized,
 )
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, COMMON
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS, COMMON
 
 COUNTS = st.integers(1, 100)
 LAGS = st.integers(0, 10**9)

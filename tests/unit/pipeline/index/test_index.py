@@ -23,20 +23,19 @@ from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.task_state import initial_record
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import facets, group_query, history, rollout_query, series
+from rollstream.pipeline.index import facets, group_query, history, rollout_query, series, sqlite_files
 from rollstream.pipeline.index import writer as writer_module
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.pipeline.ui.server.answers import json_text
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk as PolicyChunk
 from rollstream.topics.records import JournalRecord, Metrics, NamedArray, Rollout
+from rollstream.topics.wire.codec import decode, encode
 from tests.support.index_logs import Chunk, ListedLog, MadeRun
 from tests.support.runs import rollout
 

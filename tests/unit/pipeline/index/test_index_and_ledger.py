@@ -5,15 +5,14 @@ import random
 from contextlib import closing
 from pathlib import Path
 
-from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.pipeline.index import fates
+from rollstream.pipeline.index import fates, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.writer import IndexWriter
-from rollstream.topics.fates import BATCHED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.validation import decode_journal
+from rollstream.topics.records.fates import BATCHED
+from rollstream.topics.wire.validation import decode_journal
 from tests.simulation.installation import World, installed
 from tests.simulation.schedule import PARTITIONS, RUN, run_schedule
 from tests.support.index_logs import Chunk, ListedLog, indexed

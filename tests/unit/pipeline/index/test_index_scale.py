@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline import sqlite_files
-from rollstream.pipeline.index import facets, rollout_query
+from rollstream.pipeline.index import facets, rollout_query, sqlite_files
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.writer import IndexWriter
 from tests.support.index_logs import Chunk, EndlessLog, MadeRun

@@ -10,13 +10,13 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.core.task_state import initial_record
-from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.indexed_run import Fate, RolloutPlace, fates_in, oldest_snapshot
-from rollstream.topics.codec import encode
-from rollstream.topics.fates import BATCHED, DROPPED
-from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import Chunk, Drop, FinishedOffsets, JournalRecord, LearnerStep
+from rollstream.topics.records.fates import BATCHED, DROPPED
+from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.wire.codec import encode
 from tests.support.index_logs import ListedLog, MadeRun, indexed
 from tests.support.manifests import one_chunk_manifest
 

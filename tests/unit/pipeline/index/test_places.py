@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.places import finished_spans
-from rollstream.topics.codec import decode, encode, framed_for_registry, leading_text, schemas
 from rollstream.topics.errors import RecordError
-from rollstream.topics.fates import BATCHED, CONTROL, DROPPED
-from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import FinishedOffsets
+from rollstream.topics.records.fates import BATCHED, CONTROL, DROPPED
+from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.wire.codec import decode, encode, framed_for_registry, leading_text, schemas
 from tests.support.index_logs import ListedLog, MadeRun, indexed
 
 TABLES = ("places", "finished", "journals", "entries", "steps", "uses", "policies")

@@ -10,9 +10,9 @@ from rollstream.pipeline.rescoring.corrected_fold import CorrectedPartition
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.rescoring.reward_changes import RewardChanges
 from rollstream.pipeline.tools.rescore import RescoringReport, rescoring_text
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import RescoredRollout
+from rollstream.topics.wire.codec import decode, encode
 
 JUDGE = """
 class Strict:

@@ -9,8 +9,8 @@ import pytest
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.roles import env
+from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.records import DesiredProcesses
-from rollstream.topics.steering import DesiredState
 
 
 def test_a_worker_begins_anew_only_when_its_own_environments_change(monkeypatch: pytest.MonkeyPatch) -> None:

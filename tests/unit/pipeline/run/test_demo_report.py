@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.run.demo_engine import EngineUse
 from rollstream.pipeline.run.demo_faults import Fault
 from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore, ledger_text, verification_text
-from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.pipeline.tools.lineage import LineageNode
 from rollstream.pipeline.tools.replay import ReplayComparison
 

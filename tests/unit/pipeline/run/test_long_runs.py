@@ -9,10 +9,10 @@ import pytest
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import OutcomeCurve, RunStatistics
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from rollstream.topics.wire.codec import encode
 
 LONG = 12_000
 """Batches, steps and seconds after which nothing grows any more."""

@@ -12,7 +12,7 @@ from rollstream.pipeline.run.role_process import RolePhase
 from rollstream.pipeline.run.service import ServiceServer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import Heartbeats
-from rollstream.topics.metric_values import MetricValues
+from rollstream.topics.metrics.values import MetricValues
 from tests.support.probes import probe
 
 

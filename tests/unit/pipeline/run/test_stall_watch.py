@@ -8,8 +8,8 @@ import pytest
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StallWatch
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.values import VALUES
 
 STALLED = next(spec for spec in CATALOGUE_OF_METRICS if spec.name == "rollstream_supervisor_stalled")
 

@@ -20,8 +20,8 @@ from rollstream.pipeline.run.supervised_role import LOG_BYTES
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded, Fenced
 from rollstream.topics.logs import JsonFormatter
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.values import VALUES
 from tests.support.interrupting import LIMIT_S, FairTime
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually

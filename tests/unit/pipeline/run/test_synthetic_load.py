@@ -9,7 +9,7 @@ from rollstream.pipeline.config import RunConfig, ScaleDemoConfig, load
 from rollstream.pipeline.run.synthetic_load import GROUP_SIZE, duration_s, rate_at, rollouts
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.validation import problems
 from tests.support.paths import ROOT
 
 LOAD = ScaleDemoConfig(low_per_s=10, high_per_s=110, low_s=5, ramp_s=10, high_s=20)

@@ -14,11 +14,11 @@ import pytest
 from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import dlq
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Rollout
+from rollstream.topics.wire.codec import encode
 from tests.support.runs import rollout
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from tests.support.paths import ROOT
 from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.waiting import eventually

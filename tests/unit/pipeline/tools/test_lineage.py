@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rollstream.pipeline.index.indexed_run import IndexedRun
 from rollstream.pipeline.tools.lineage import lineage_trees
-from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch
 from tests.support.index_logs import ListedLog, indexed
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.pipeline.cli import main
-from rollstream.topics.avro_files import container_metadata, read_rollouts, write_rollouts
-from rollstream.topics.codec import schemas, values_of
+from rollstream.pipeline.command_line.cli import main
 from rollstream.topics.records import OldMetadata, Rollout, RolloutBatch
+from rollstream.topics.wire.avro_files import container_metadata, read_rollouts, write_rollouts
+from rollstream.topics.wire.codec import schemas, values_of
 from tests.support.old_form import old_form
 from tests.support.pages import blocks, page, section
 

@@ -20,10 +20,10 @@ from rollstream.consumers.archive.sql import VIEWS, query
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import Store, open_store
-from rollstream.pipeline.cli import main
-from rollstream.topics.codec import encode
+from rollstream.pipeline.command_line.cli import main
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import BatchUse, Drop, LearnerStep
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch
 from tests.support.journal_records import journal_record
 from tests.support.runs import rollout

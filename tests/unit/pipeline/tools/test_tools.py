@@ -14,8 +14,8 @@ from rollstream.pipeline.tools.lineage import LineageNode, parse_place
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.pipeline.tools.replay import AdvantageStatistics
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Drop, GroupCancelled, PolicyManifest
+from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import rollout
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 from rollstream.pipeline.audit.configuration_history import ConfigurationSummary
 from rollstream.pipeline.run.run_statistics import Rate, RunSnapshot, RunStatistics
 from rollstream.pipeline.tools.top import frame, line, sparkline
-from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,
@@ -24,6 +23,7 @@ from rollstream.topics.records import (
     LearnerStep,
     PolicyManifest,
 )
+from rollstream.topics.records.offset_ranges import to_ranges
 
 MIDDLE = RunSnapshot(
     run="demo",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
-from rollstream.pipeline.cli import main
+from rollstream.pipeline.command_line.cli import main
 from tests.support.trajectory_batches import foreign, trajectory, untorn
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rollstream.producers.episodes.branches import Branch, branches_of, distinct
 from rollstream.producers.episodes.call_sequences import CallSequences
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, Int32, ModelCall, same
+from rollstream.topics.wire.codec import decode, encode
 
 
 def tokens(*ids: int) -> Int32:

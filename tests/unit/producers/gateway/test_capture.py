@@ -13,8 +13,8 @@ from rollstream.producers.gateway.call_forms import AgentRequest, parse_request,
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.wire.codec import decode_as, encode
 from tests.support.memory_session_log import log_of
 
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")

@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway import rollout_writing
 from rollstream.producers.gateway.episode_rollouts import RolloutForm
 from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.wire.validation import cancellation_problems, problems
 from tests.unit.producers.gateway.test_sessions import START, call, event
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import PartitionProgress, RunProgress, largest_group
+from rollstream.producers.flow.flow_control import PartitionProgress, RunProgress, largest_group
+from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
 from rollstream.producers.gateway.gateway_steering import GatewaySteering
@@ -18,11 +19,10 @@ from rollstream.producers.gateway.memory_log import MemoryLog
 from rollstream.producers.gateway.service import SessionRequest, SessionService
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.policy_versions import NoPolicies
+from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.logs import JsonFormatter
 from rollstream.topics.records import DesiredProcesses, ModelCall, SessionEvent
-from rollstream.topics.steering import DesiredState
 
 CAPACITY = CapacityConfig(
     max_policy_lag=5, rollouts_per_step=8, partitions=1, batch_rollouts=4, group_size=4, workers=2

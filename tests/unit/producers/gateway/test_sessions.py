@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import token_digest
+from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
 from rollstream.producers.gateway.session_names import (
     episode_of,
@@ -20,10 +21,9 @@ from rollstream.producers.gateway.session_names import (
     session_of_key,
 )
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
-from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SessionEvent
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.wire.validation import cancellation_problems, problems
 
 START = SessionEvent(
     session="g.0",

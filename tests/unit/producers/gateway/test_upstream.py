@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
-from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.records import PolicyManifest
 from tests.support.producing import serving_http
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.inference.requests import SampleRequest
-from rollstream.producers.sampling import with_version
+from rollstream.producers.worker.sampling import with_version
 from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving, serving_http
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.producers.scripted_policy import ScriptedPolicy
+from rollstream.producers.environments.scripted_policy import ScriptedPolicy
 from rollstream.producers.tasks.choices import Choices
 from rollstream.topics.errors import ConfigurationError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollstream.producers.environment import Prompt
-from rollstream.producers.sandbox import SandboxFailed
+from rollstream.producers.environments.environment import Prompt
+from rollstream.producers.environments.sandbox import SandboxFailed
 from rollstream.producers.tasks.coding import Coding, same
 from rollstream.topics.errors import ConfigurationError
 from tests.support.scripted_endpoint import call, play
@@ -146,8 +146,8 @@ def test_a_sandbox_that_fails_is_a_failure_of_the_episode_and_is_tried_again(
     problem: tuple[Coding, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr("rollstream.producers.sandbox.FOLDERS", ["/missing"])
-        broken.setattr("rollstream.producers.sandbox.ISOLATIONS", ("namespaces",))
+        broken.setattr("rollstream.producers.environments.sandbox.FOLDERS", ["/missing"])
+        broken.setattr("rollstream.producers.environments.sandbox.ISOLATIONS", ("namespaces",))
         with pytest.raises(SandboxFailed):
             play(*problem, call("run_tests", code=RIGHT))
     assert play(*problem, call("run_tests", code=RIGHT), {"content": "ok"})[0].reward == 1.0

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollstream.producers.environment import Episode, Message
-from rollstream.producers.sandbox import SandboxFailed
+from rollstream.producers.environments.environment import Episode, Message
+from rollstream.producers.environments.sandbox import SandboxFailed
 from rollstream.producers.tasks.formulas import Formulas
 from rollstream.topics.errors import ConfigurationError
 
@@ -56,11 +56,11 @@ def test_an_expression_that_was_cut_off_ends_the_episode_truncated(environment: 
 def test_each_expression_is_run_once_and_again_after_the_sandbox_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Formulas()
     with monkeypatch.context() as broken:
-        broken.setattr("rollstream.producers.sandbox.ISOLATIONS", ())
+        broken.setattr("rollstream.producers.environments.sandbox.ISOLATIONS", ())
         with pytest.raises(SandboxFailed):
             play(environment, "x*2")
     play(environment, "x*2")
-    monkeypatch.setattr("rollstream.producers.sandbox.sys.executable", "/missing")
+    monkeypatch.setattr("rollstream.producers.environments.sandbox.sys.executable", "/missing")
     assert play(environment, "x*2")[0].score.reward == 1.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.producers.config import Gsm8kConfig, TasksConfig
-from rollstream.producers.environment import Prompt
+from rollstream.producers.environments.environment import Prompt
 from rollstream.producers.tasks import create_task
 from rollstream.producers.tasks.gsm8k import Gsm8k, answer_of
 from rollstream.topics.errors import ConfigurationError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollstream.producers.environment import Episode
+from rollstream.producers.environments.environment import Episode
 from rollstream.producers.tasks.number_guessing import NumberGuessing
 from rollstream.topics.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollstream.producers.environment import Message, Prompt
+from rollstream.producers.environments.environment import Message, Prompt
 from rollstream.producers.tasks import TASKS, Task, create_task
 from rollstream.topics.errors import ConfigurationError
 

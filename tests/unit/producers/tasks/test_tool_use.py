@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.environment import Score
+from rollstream.producers.environments.environment import Score
 from rollstream.producers.tasks.tool_loop import PolicyUnreachable
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.topics.errors import ConfigurationError

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.records import ExcludedBatch, LearnerStep, Mark
+from rollstream.topics.wire.codec import encode
 
 MARK = Mark(kind="drain", wall_time=1.5, author="drain")
 

@@ -24,9 +24,9 @@ from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, MakerContext
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.tools.groups import summary, text_of
-from rollstream.topics.codec import encode
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
-from rollstream.topics.rl_examples import examples_of
+from rollstream.topics.records.rl_examples import examples_of
+from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch
 from tests.support.paths import ROOT
 

@@ -12,10 +12,10 @@ from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import InferenceMetadata, Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.validation import problems
 
 
 def record(uid: str = "u", version: int | str = "v3", reward: float = 1.0, **changes: Any) -> RolloutRecord:

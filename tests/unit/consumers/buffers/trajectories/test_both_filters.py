@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.records import OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
+from rollstream.topics.wire.codec import decode_as, encode
 from tests.support.old_form import old_form
 
 STEP, NOW = 10, 10_000.0

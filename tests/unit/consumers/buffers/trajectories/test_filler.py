@@ -13,10 +13,10 @@ from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuff
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import Place, put
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, NamedArray, TrajectoryRecord
-from rollstream.topics.trajectories import Trajectory, to_record
+from rollstream.topics.records.trajectory_arrays import Trajectory, to_record
+from rollstream.topics.wire.codec import encode
 
 
 class Kept:

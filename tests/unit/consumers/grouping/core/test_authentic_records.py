@@ -14,9 +14,9 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Mark, Rollout
-from rollstream.topics.signatures import ROLLOUT, Signer, mark_context, write_key
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.signatures import ROLLOUT, Signer, mark_context, write_key
 from tests.support.pairs import driver, pair, reasons, uids
 
 

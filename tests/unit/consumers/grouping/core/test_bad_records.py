@@ -13,12 +13,12 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
-from rollstream.topics import codec
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, Rollout, SamplingParams
-from rollstream.topics.rl_examples import REFERENCE
+from rollstream.topics.records.rl_examples import REFERENCE
+from rollstream.topics.wire import codec
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.pairs import driver, pair, reasons, uids
 
 

@@ -13,10 +13,10 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Mark
-from rollstream.topics.validation import UIDS_LIMIT
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import UIDS_LIMIT
 from tests.support.processor_time import ProcessorTime
 
 EVENTS = 1_500

@@ -9,9 +9,9 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import Mark, Rollout, RolloutMetadata, SamplingParams
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.support.pairs import cancelled, driver, fates, pair, reasons, uids
 
 # ---------------------------------------------------------------------- policy clock

@@ -20,11 +20,11 @@ from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.makers.batch_maker import group_bytes, row_bytes
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
-from rollstream.topics import codec
 from rollstream.topics.errors import RecordError
-from rollstream.topics.fates import DROP_REASONS
-from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, Rollout
+from rollstream.topics.records.fates import DROP_REASONS
+from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.wire import codec
 from tests import strategies as draw
 from tests.strategies import Log, Marked, Then
 

@@ -9,9 +9,9 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRollout, advantage_bytes, with_advantage
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.records import NamedArray, RolloutMetadata, SamplingParams
-from rollstream.topics.rl_examples import REFERENCE, RLExample, Source, batch_digest
+from rollstream.topics.records.rl_examples import REFERENCE, RLExample, Source, batch_digest
+from rollstream.topics.wire.codec import encode
 
 TIMED = RolloutMetadata(timestamp=3.0, weight_step=7)
 ROLLOUT = example_rollout(

@@ -13,11 +13,11 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import RecordError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Mark, NamedArray, Rollout, SamplingParams, TrainingBatch
-from rollstream.topics.rl_examples import REFERENCE
+from rollstream.topics.records.rl_examples import REFERENCE
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.strategies import any_record
 
 EXAMPLES = settings().max_examples // 2

@@ -21,16 +21,16 @@ from rollstream.consumers.grouping.selection_bias import selections
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.pipeline.run.run_statistics import RunStatistics
-from rollstream.producers.flow_control import PartitionProgress
-from rollstream.topics.codec import encode
-from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.producers.flow.flow_control import PartitionProgress
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.fates import OTHER_ENVIRONMENTS
-from rollstream.topics.journal_counts import JournalCounts
-from rollstream.topics.offset_ranges import from_ranges, to_ranges
 from rollstream.topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, same
-from rollstream.topics.rl_examples import batch_digest
+from rollstream.topics.records.fates import OTHER_ENVIRONMENTS
+from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.offset_ranges import from_ranges, to_ranges
+from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.commit_metadata import CommitMetadata
 from tests.support.pairs import driver, pair
 
 # ---------------------------------------------------------------------- sums

@@ -21,10 +21,10 @@ from rollstream.consumers.grouping.core.groups import GroupKey
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.memory_costs import finished_group_cost
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import FinishedGroup, GroupCancelled, NamedArray, Rollout, Turn
-from rollstream.topics.rl_examples import REFERENCE
+from rollstream.topics.records.rl_examples import REFERENCE
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.support.pages import page, section
 
 T = TypeVar("T")

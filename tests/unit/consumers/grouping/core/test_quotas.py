@@ -11,9 +11,9 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
 from rollstream.consumers.grouping.core.rates import BURST_S
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import REGISTRY_PREFIX_SIZE, encode, framed_for_registry
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.codec import REGISTRY_PREFIX_SIZE, encode, framed_for_registry
+from rollstream.topics.wire.keys import encode_key
 from tests.support.pairs import driver, reasons
 
 

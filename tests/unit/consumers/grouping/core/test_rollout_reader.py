@@ -14,9 +14,7 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.held_rollouts import SPARE_BYTES, HeldRollout
 from rollstream.consumers.grouping.core.rollout_reader import read_again, read_rollouts
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import HEADER_SIZE, decode, encode, framed_for_registry, signed_frame
 from rollstream.topics.errors import RecordError
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     GroupCancelled,
     InferenceMetadata,
@@ -27,8 +25,10 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.rl_examples import REFERENCE, WEIGHT_VERSION
-from rollstream.topics.validation import problems
+from rollstream.topics.records.rl_examples import REFERENCE, WEIGHT_VERSION
+from rollstream.topics.wire.codec import HEADER_SIZE, decode, encode, framed_for_registry, signed_frame
+from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.validation import problems
 
 RECORDS = 50 * settings().max_examples
 STRICT = GroupingConfig(vocabulary_size=40, max_tokens=30, min_reward=-5.0, max_reward=5.0, max_temperature=1.5)

@@ -10,10 +10,10 @@ from rollstream.consumers.buffers.rollouts.rows import rollouts_of
 from rollstream.consumers.grouping.makers.batch_maker import example_bytes, group_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
-from rollstream.topics.codec import encode
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
-from rollstream.topics.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
-from rollstream.topics.validation import batch_problems
+from rollstream.topics.records.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.validation import batch_problems
 from tests.support.pairs import driver
 
 EXPERTS = "routed_experts"

@@ -18,10 +18,10 @@ from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker, draws
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import Rollout
-from rollstream.topics.rl_examples import RLExample, Source
+from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.codec import encode
 from tests.support.live_objects import live
 from tests.support.pairs import pair, reasons, uids
 from tests.support.processor_time import ProcessorTime

@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.process.adoption import check_nothing_beyond
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.keys import encode_key
+from rollstream.topics.wire.keys import encode_key
 from tests.support.pairs import driver, pair
 
 

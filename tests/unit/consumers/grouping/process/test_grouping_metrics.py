@@ -13,9 +13,9 @@ from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigur
 from rollstream.consumers.grouping.process.restoration import RestoreProgress
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.run.component_metrics import NewestMetrics
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
-from rollstream.topics.metric_values import VALUES
-from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.values import VALUES
+from rollstream.topics.metrics.writer import MetricsWriter
 from rollstream.topics.records import Metrics
 from tests.support.pairs import driver, pair
 

@@ -10,10 +10,10 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.process.grouping_process import GroupingProcess, run_grouping
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World, installed
 from tests.simulation.scheduler import Process
 

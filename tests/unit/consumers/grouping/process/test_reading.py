@@ -8,9 +8,9 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
-from rollstream.topics.codec import decode, encode
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, PolicyManifest, TrainingBatch
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World, installed
 from tests.simulation.model_consumer import ModelConsumer
 from tests.simulation.scheduler import Process

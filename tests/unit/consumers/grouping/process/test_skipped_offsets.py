@@ -16,11 +16,11 @@ from rollstream.consumers.grouping.testing import GroupingTestDriver, example_ro
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.refold import skips_in
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Rollout, SkippedOffset, same
-from rollstream.topics.rl_examples import RLExample
+from rollstream.topics.records.rl_examples import RLExample
+from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.keys import encode_key
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 from tests.support.pairs import driver, fates, pair, uids

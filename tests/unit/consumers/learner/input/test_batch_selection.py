@@ -19,9 +19,9 @@ from rollstream.consumers.learner.input.batch_selection import (
     totals_of,
     unfit_uses,
 )
-from rollstream.topics.batch_uses import left_out_rows, rows_of, taken_rows, without
 from rollstream.topics.records import BatchIndexEntry, BatchUse
-from rollstream.topics.skip_reasons import UNKNOWN_VERSION, Skip
+from rollstream.topics.records.batch_uses import left_out_rows, rows_of, taken_rows, without
+from rollstream.topics.records.skip_reasons import UNKNOWN_VERSION, Skip
 from tests.support.batches import random_batch
 
 ENTRY = BatchIndexEntry(

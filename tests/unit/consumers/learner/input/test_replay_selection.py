@@ -17,9 +17,9 @@ from rollstream.consumers.learner.config import LearnerConfig, RolloutBufferConf
 from rollstream.consumers.learner.input.batch_selection import StepPlan, chosen_rows
 from rollstream.consumers.learner.input.packing import sequences_of
 from rollstream.consumers.learner.input.replay_selection import BatchRow, PastUses, ReplaySelection
-from rollstream.topics.batch_uses import reused_share, rows_of, trained_rows
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
+from rollstream.topics.records.batch_uses import reused_share, rows_of, trained_rows
 from tests.support.batches import random_batch
 
 ROWS = 4

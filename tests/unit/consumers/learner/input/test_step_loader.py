@@ -9,11 +9,11 @@ from rollstream.consumers.batch_reader import IndexedBatch
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
 from rollstream.consumers.learner.input.step_loader import IndexEnd, LoadedStep, StepLoader, packed_step
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.records import BatchIndexEntry, BatchUse
+from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import encode
 from tests.simulation.installation import World, installed
 from tests.support.batches import index_entry, random_batch
 from tests.support.waiting import eventually

@@ -22,7 +22,7 @@ from rollstream.consumers.learner.parallel.mesh import axis_sizes, build_mesh
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.parameters import is_adapter
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.topics.errors import ConfigurationError
 from tests.support.mesh_child import CONFIG, ROLLOUTS, Job
 from tests.support.mesh_child import params as initial_params

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.records.device_checksum import device_checksum
-from rollstream.topics.params_checksum import params_checksum
+from rollstream.topics.wire.params_checksum import params_checksum
 from tests.support.paths import ROOT
 
 SHARDED = """

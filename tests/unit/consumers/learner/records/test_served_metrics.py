@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from rollstream.consumers.learner.records.served_metrics import serve, serve_newest
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
-from rollstream.topics.metric_values import VALUES
+from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.records import LearnerStep
 
 SPECS = {spec.name: spec for spec in CATALOGUE_OF_METRICS}

@@ -12,7 +12,7 @@ import pytest
 
 from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
 from rollstream.consumers.weights.conversion import converted
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.paths import ROOT
 
 SHARDED = """
@@ -20,7 +20,7 @@ import json
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rollstream.consumers.learner.records.snapshot import snapshot
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
 array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")

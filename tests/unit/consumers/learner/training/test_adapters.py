@@ -20,7 +20,7 @@ from rollstream.consumers.models.adapters import without_adapters
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig, LoraConfig
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.weights.delta import delta_content
-from rollstream.topics.params_digest import tensor_digests
+from rollstream.topics.wire.params_digest import tensor_digests
 from tests.support.batches import random_batch
 
 CONFIG = LearnerConfig(

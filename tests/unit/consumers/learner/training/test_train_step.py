@@ -22,7 +22,7 @@ from rollstream.consumers.models.character_tokenizer_file import write_character
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterTokenizer
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.batches import random_batch
 from tests.support.checkpoints import random_parameters
 

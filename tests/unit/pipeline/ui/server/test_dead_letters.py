@@ -7,9 +7,9 @@ import pytest
 
 from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.ui.server import dead_letters
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.wire.codec import encode
 from tests.support.runs import rollout
 from tests.unit.pipeline.tools.test_dlq import LETTERS, MIB, large_letters, letter, redriven
 

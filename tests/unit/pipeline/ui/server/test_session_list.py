@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from rollstream.pipeline.ui.server.session_list import SessionList
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.wire.codec import encode
 from tests.unit.producers.gateway.test_sessions import START, call, event
 
 TEXT_BYTES = 1 << 18

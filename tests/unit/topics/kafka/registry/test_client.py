@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.ports import free_port
+from rollstream.infra.broker.ports import free_port
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, SchemaRefused
 from rollstream.topics.kafka.registry.client import RegistryClient

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.infra.ports import free_port
-from rollstream.topics.codec import encode, framed_for_registry
+from rollstream.infra.broker.ports import free_port
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.registry.client import RegistryClient
 from rollstream.topics.kafka.registry.ids import SchemaIds
+from rollstream.topics.wire.codec import encode, framed_for_registry
 
 VALUE = encode(example_rollout("a"))
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.topics.catalogue import CATALOGUE, topic_name
-from rollstream.topics.codec import (
+from rollstream.topics.config import RegistryConfig
+from rollstream.topics.kafka.registry.subjects import FRAME_HEADER, registered_text, subject_of, subjects_of
+from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
+from rollstream.topics.wire.codec import (
     RECORD_TYPES,
     REGISTRY_PREFIX_SIZE,
     Schema,
@@ -18,8 +20,6 @@ from rollstream.topics.codec import (
     record_of,
     schemas,
 )
-from rollstream.topics.config import RegistryConfig
-from rollstream.topics.kafka.registry.subjects import FRAME_HEADER, registered_text, subject_of, subjects_of
 from tests.strategies import any_record
 
 ALL = [schema for versions in schemas().values() for schema in versions]

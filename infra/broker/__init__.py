@@ -1,0 +1,1 @@
+"""Brokers from Kafka's jars on this machine."""

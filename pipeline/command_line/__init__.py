@@ -1,0 +1,1 @@
+"""The command `rollstream`: its parser, its list of commands and their output."""

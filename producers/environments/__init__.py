@@ -1,0 +1,1 @@
+"""The environment protocol, loading of environments, and processes for verifiers and for code of a policy."""

@@ -1,0 +1,1 @@
+"""The environment worker and the evaluator: play groups and write their rollouts."""

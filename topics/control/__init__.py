@@ -1,0 +1,1 @@
+"""Decisions of operators about a run, on its topic `control`."""

@@ -1,0 +1,156 @@
+"""RLExample: one training example in the form trainers take, and the conversion of a TrainingBatch to a list of them.
+
+Batch makers produce this dataclass and learners consume it; it carries its place in the log.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from rollstream.topics.records import BatchTokenArray, Bool, Float32, Int32, NamedArray, TrainingBatch
+from rollstream.topics.wire.codec import encode
+
+REFERENCE = "reference_log_probs"
+"""Key, in a rollout's token_arrays, of the log-probabilities by a reference model."""
+WEIGHT_VERSION = "weight_version"
+"""Key, in a rollout's token_arrays, of the policy version that sampled each token, int64 [T]; -1 if not sampled."""
+
+
+class Source(NamedTuple):
+    """Place of an example in `rollouts`."""
+
+    partition: int
+    offset: int
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLExample:
+    """One example of T positions."""
+
+    tokens: Int32
+    """Token ids, int32 [T]."""
+    loss_mask: Bool
+    """True at positions that enter the loss, bool [T]."""
+    advantage: Float32
+    """Advantage of each position, float32 [T]."""
+    generator_log_probs: Float32
+    """Log-probabilities by the policy that generated the tokens, float32 [T]; 0 where masked."""
+    segment_ids: Int32
+    """Number of the sequence a position belongs to, int32 [T]: 1 everywhere until packed; 0 is padding."""
+    source: Source
+    """Its place in the log."""
+    reference_log_probs: Float32 | None = None
+    """Log-probabilities by a reference model, float32 [T]; None if the rollout carries none."""
+    weight_step: int = -1
+    """Learner step of the weights that sampled it; -1 if it is unknown."""
+    timestamp: float = 0.0
+    """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; 0 if it is unknown."""
+    token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Arrays named by grouping.token_arrays that the rollout carries, each [T, ...] in its own dtype."""
+
+    @property
+    def length(self) -> int:
+        """Number of positions, T."""
+        return len(self.tokens)
+
+
+def examples_of(batch: TrainingBatch) -> list[RLExample]:
+    """Return the rows of a batch as examples; their arrays are views of the batch's arrays."""
+    examples = []
+    arrays = token_arrays_of(batch)
+    for row, uid in enumerate(batch.uids):
+        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+        examples.append(
+            RLExample(
+                tokens=batch.tokens[span],
+                loss_mask=batch.loss_mask[span],
+                advantage=batch.advantages[span],
+                generator_log_probs=batch.logprobs[span],
+                segment_ids=np.ones(span.stop - span.start, "<i4"),
+                source=Source(batch.partition, int(batch.source_offsets[row]), uid),
+                reference_log_probs=reference_of(batch, row),
+                weight_step=int(batch.weight_steps[row]),
+                timestamp=float(batch.timestamps[row]),
+                token_arrays=arrays[row],
+            )
+        )
+    return examples
+
+
+def reference_of(batch: TrainingBatch, row: int) -> Float32 | None:
+    """Return a view of the reference log-probabilities of a row; None if the row carries none.
+
+    If other rows of the batch carry them, a row without them holds NaN.
+    """
+    span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+    logprobs = batch.reference_logprobs[span]
+    return None if not len(batch.reference_logprobs) or np.isnan(logprobs).any() else logprobs
+
+
+def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
+    """Return the learner step of the weights that sampled a row, -1 if unknown, and the row's time in seconds.
+
+    The time is the rollout's own, or the sealing time of its group if that is earlier, so that a worker whose clock is
+    ahead cannot keep its rollouts fresh. A row whose rollout has no time gets the opening time of its group.
+    """
+    group = batch.groups[int(batch.group_index[row])]
+    timestamp = float(batch.timestamps[row])
+    own = min(timestamp, group.sealed_ms / 1000) if timestamp > 0 else group.opened_ms / 1000
+    return int(batch.weight_steps[row]), own
+
+
+def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
+    """Return views of the named arrays of each row. Raises RecordError if the shape of an array is invalid."""
+    lengths = np.diff(batch.splits)
+    by_row: list[dict[str, NDArray[Any]]] = [{} for _ in batch.uids]
+    for entry in batch.token_arrays:
+        ends = np.cumsum(lengths[entry.rows]) if len(entry.rows) else np.zeros(0, np.int64)
+        parts = np.split(entry.array.array(), ends[:-1]) if len(ends) else []
+        for row, part in zip(entry.rows.tolist(), parts, strict=True):
+            by_row[row][entry.name] = part
+    return by_row
+
+
+def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
+    """Return the named arrays of a batch, reduced to these rows in this order. Raises as `token_arrays_of` does."""
+    by_row = token_arrays_of(batch)
+    chosen = []
+    for entry in batch.token_arrays:
+        carriers = frozenset(entry.rows.tolist())
+        numbers = [number for number, row in enumerate(rows) if row in carriers]
+        if numbers:
+            joined = np.concatenate([by_row[rows[number]][entry.name] for number in numbers])
+            array = NamedArray.of(joined)
+            chosen.append(BatchTokenArray(name=entry.name, array=array, rows=np.array(numbers, "<i4")))
+    return tuple(chosen)
+
+
+def batch_digest(batch: TrainingBatch) -> str:
+    """Return the digest of a batch, 32 bytes in hexadecimal: BLAKE3 over its record as `codec.encode` writes it, from
+    the header up to the field `digest`, which is the last one."""
+    return blake3(encode(replace(batch, digest=""))[: -len(_NO_DIGEST)]).hexdigest()
+
+
+def digested(body: bytes) -> tuple[bytes, str]:
+    """Return the frame of a batch from all of its bytes before the digest, and that digest."""
+    digest = str(blake3(body).hexdigest())
+    return b"".join((body, _DIGEST_LENGTH, digest.encode())), digest
+
+
+def has_digest(frame: bytes, digest: str) -> bool:
+    """Whether the bytes of a batch's record have this digest and carry it.
+
+    If so, it is what `batch_digest` returns for the batch. Nothing follows from False: the same content may have been
+    written in another form.
+    """
+    carried = _DIGEST_LENGTH + digest.encode()
+    return frame.endswith(carried) and blake3(memoryview(frame)[: -len(carried)]).hexdigest() == digest
+
+
+_NO_DIGEST, _DIGEST_LENGTH = b"\x00", b"\x80\x01"
+"""Avro's lengths of an empty string and of one of 64 bytes."""
