@@ -18,10 +18,10 @@ from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord, Place
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, TrainingBatch
-from rollstream.topics.records.rl_examples import RLExample, batch_digest, examples_of, has_digest
-from rollstream.topics.traces.way import batch_fetched
+from rollstream.topics.traces.stages import batch_fetched
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as, frame_of
+from rollstream.topics.wire.rl_examples import RLExample, batch_digest, examples_of, has_digest
 
 _AHEAD_BYTES = 128 * 1024 * 1024
 _PARTITION_BYTES = 1024 * 1024

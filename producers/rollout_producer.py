@@ -13,7 +13,7 @@ from rollstream.producers.record_sender import RecordSender, RolloutDelivery
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import GroupCancelled, Rollout
-from rollstream.topics.traces.way import rollout_sent
+from rollstream.topics.traces.stages import rollout_sent
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.signatures import ROLLOUT, signed_or_plain, signer_of

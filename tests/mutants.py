@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant("shape", "topics/wire/params_digest.py", ("topics/wire",),
            "a digest does not depend on shapes",
            'f"{name}\\0{dtype}\\0{list(shape)}\\0{content}\\0"', 'f"{name}\\0{dtype}\\0{content}\\0"'),
-    Mutant("batch-digest", "topics/records/rl_examples.py", ("topics/test_batch_digest.py",),
+    Mutant("batch-digest", "topics/wire/rl_examples.py", ("topics/test_batch_digest.py",),
            "a batch's digest does not depend on its rewards",
            'replace(batch, digest="")', 'replace(batch, digest="", rewards=batch.rewards[:0])'),
     Mutant("mark-context", "topics/wire/signatures.py", ("topics/wire/test_signatures.py", *CORE),

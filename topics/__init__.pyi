@@ -30,9 +30,9 @@ from .records import (
     TrajectoryRecord,
     Turn,
 )
-from .records.rl_examples import RLExample, Source
-from .records.trajectory_arrays import Trajectory
 from .wire.codec import decode, decode_as, encode, schemas, values_of
+from .wire.rl_examples import RLExample, Source
+from .wire.trajectory_arrays import Trajectory
 
 __all__ = [
     "BatchGroup",

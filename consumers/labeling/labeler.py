@@ -18,10 +18,10 @@ from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.consumers.transactions import Refused
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, TrajectoryRecord
-from rollstream.topics.records.trajectory_arrays import Trajectory, from_record, to_record
 from rollstream.topics.user_code import load_object
 from rollstream.topics.wire.codec import decode, encode, kind_of
 from rollstream.topics.wire.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain
+from rollstream.topics.wire.trajectory_arrays import Trajectory, from_record, to_record
 from rollstream.topics.wire.validation import cancellation_problems, problems, untyped_problems
 
 

@@ -8,16 +8,16 @@ import logging
 
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, in_turn
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.groups import members
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.logs import event
-from rollstream.topics.records.labeling_progress import LabelingProgress
 from rollstream.topics.wire.catalogue import name_in_run, topic_name
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"

@@ -35,12 +35,12 @@ from rollstream.topics.errors import BrokerUnavailable, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.transactions import Transaction
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.writer import MetricsWriter
-from rollstream.topics.records.labeling_progress import LabelingProgress
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.signatures import signer_of
 

@@ -19,7 +19,7 @@ from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
-from rollstream.topics.traces.way import version_loaded
+from rollstream.topics.traces.stages import version_loaded
 from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)

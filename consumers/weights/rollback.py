@@ -21,10 +21,10 @@ from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.manifests import ROLLBACK_OF, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import PolicyManifest
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 PUBLISHER = "rollback"
 """Name under which a rollback acquires the right to publish; the version keeps the name of its learner."""

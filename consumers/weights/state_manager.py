@@ -18,7 +18,7 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.records.trajectory_arrays import Tree, flatten, map_leaves, nest
+from rollstream.topics.wire.trajectory_arrays import Tree, flatten, map_leaves, nest
 
 State = tuple[int, dict[str, Any]]
 """A version and its parameters: numpy arrays in nested dicts, read-only."""

@@ -17,12 +17,12 @@ from rollstream.infra.broker import topology
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.broker.broker_start import PlannedBroker, retry_taken_ports, start_together
 from rollstream.infra.broker.broker_state import ClusterState, read_cluster, write_cluster
+from rollstream.infra.broker.launch_commands import new_cluster_id
 from rollstream.infra.broker.ports import free_ports, is_free, port_before, port_in_use
 from rollstream.infra.broker.process_identity import send
 from rollstream.infra.broker.providers import choose_local
 from rollstream.infra.broker.stopping import Stopping
 from rollstream.infra.config import BrokerConfig, BrokerLayout, ClusterNode
-from rollstream.infra.launch_commands import new_cluster_id
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
 from rollstream.topics.logs import event
 

@@ -23,8 +23,8 @@ from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.rl_examples import batch_digest
 
 
 @dataclass

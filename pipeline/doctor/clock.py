@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.kafka import granted, topic_admin
+from rollstream.topics.kafka import granted_permissions as granted
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.records import Place
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 

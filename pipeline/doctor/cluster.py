@@ -6,7 +6,8 @@ from importlib.metadata import version
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError, RollstreamError, TopicError
-from rollstream.topics.kafka import granted, provisioning
+from rollstream.topics.kafka import granted_permissions as granted
+from rollstream.topics.kafka import provisioning
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _OLDEST_BROKER = (4, 0)

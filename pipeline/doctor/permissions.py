@@ -12,7 +12,7 @@ from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.kafka import granted
+from rollstream.topics.kafka import granted_permissions as granted
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _IMPLIED = {"Read": {"Describe"}, "Write": {"Describe"}, "Delete": {"Describe"}, "AlterConfigs": {"DescribeConfigs"}}

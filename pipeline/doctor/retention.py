@@ -13,7 +13,8 @@ from rollstream.pipeline.audit.committed_tasks import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import AccessDenied, RollstreamError
-from rollstream.topics.kafka import granted, topic_admin
+from rollstream.topics.kafka import granted_permissions as granted
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.catalogue import topic_name
 

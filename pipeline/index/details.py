@@ -13,8 +13,8 @@ from rollstream.pipeline.index.rollout_rows import finite
 from rollstream.pipeline.tools.lineage import fate_node, record_lineage
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
-from rollstream.topics.records.rl_examples import REFERENCE
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.rl_examples import REFERENCE
 
 TOKENS = 20_000
 """Maximum number of tokens in one answer."""

@@ -30,7 +30,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Drop, Float32, JournalRecord, TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
+from rollstream.topics.wire.rl_examples import batch_digest
 
 NO_VARIANCE = ("zero_variance", "zero_advantage")
 """Reasons for dropping a rollout that teaches nothing; such a rollout counts as one with advantage 0."""

@@ -17,9 +17,9 @@ from rollstream.pipeline.roles.engine import check_engine_python
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Rollout
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 
 STEPS = 40
 """Learner steps unless --steps says otherwise."""

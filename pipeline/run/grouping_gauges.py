@@ -6,12 +6,12 @@ values while it moves from one process to another, so the total does not dip.
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Metrics
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 _AT_ONCE = 1000
 

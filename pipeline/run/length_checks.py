@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.pipeline.config import RunConfig
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 

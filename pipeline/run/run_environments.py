@@ -8,7 +8,7 @@ from types import MappingProxyType
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENV
 from rollstream.producers.config import EnvironmentConfig
-from rollstream.producers.environments.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment, load_environments
 from rollstream.topics.errors import ConfigurationError
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from rollstream.consumers.learner.pretrained import model_of, tokenizer_of
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.run_environments import environments_of
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 TASK_EXAMPLES = 2048

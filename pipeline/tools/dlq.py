@@ -30,12 +30,12 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
-from rollstream.topics.records.trajectory_arrays import from_record
 from rollstream.topics.user_code import load_file
 from rollstream.topics.wire.catalogue import name_in_run, topic_name
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
+from rollstream.topics.wire.trajectory_arrays import from_record
 from rollstream.topics.wire.validation import untyped_problems
 
 _WIDTH = 44

@@ -21,16 +21,16 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.random_policy import RandomPolicy
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import SPLITS, AgentEnvironment, Episode, Prompt
-from rollstream.producers.environments.environment_loading import LoadedEnvironment, load_environments
 from rollstream.producers.flow.policy_versions import NoPolicies
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.record_sender import check_size, limit_bytes_of
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment, load_environments
 from rollstream.producers.worker.agent_player import play_agents
 from rollstream.producers.worker.group_player import EpisodeLimits, play_group
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.worker.sampling import GroupSampling, SamplingClient
 from rollstream.topics.errors import ConfigurationError, RecordError

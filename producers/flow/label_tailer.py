@@ -13,9 +13,9 @@ from rollstream.producers.flow.tailer import Tailer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.logs import event
-from rollstream.topics.records.labeling_progress import LabelingProgress
 from rollstream.topics.wire.catalogue import topic_name
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rollstream.producers.config import CurriculumConfig
 from rollstream.producers.environments.environment import Prompt
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.flow.curriculum import Curriculum, Lesson
 from rollstream.producers.flow.prompt_order import PromptOrder
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.topics.records import EnvironmentState, MixtureState
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.gateway.service import SessionService
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.worker.worker_steering import SERVERS, WORKERS
-from rollstream.topics.control.steering import DesiredState
+from rollstream.topics.control.steering import SERVERS, WORKERS, DesiredState
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 

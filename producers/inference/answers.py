@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
-from rollstream.topics.wire.decimal_numbers import decimal_number
 from rollstream.topics.wire.validation import NO_LOGPROB
 
 Dialect = Literal["chat", "completions", "generate", "sglang"]

@@ -12,7 +12,7 @@ import time
 
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
-from rollstream.topics.wire.decimal_numbers import decimal_number
+from rollstream.topics.decimal_numbers import decimal_number
 
 _LOOK_AGAIN_S = 1.0
 RETRIED_STATUS = {429, 502, 503, 504}

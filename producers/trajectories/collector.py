@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from rollstream.producers.trajectories.steps import ChunkStepResult, Leaves, control_modes_of, leaves_of
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import BOOTSTRAPPED, Trajectory, nest, to_record
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.trajectory_arrays import BOOTSTRAPPED, Trajectory, nest, to_record
 
 _LENGTHS_BYTES = 32
 """Largest growth, in bytes, of the numbers in an array's entry as rows are added."""

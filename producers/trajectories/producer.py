@@ -10,9 +10,9 @@ from typing import Any, Literal
 from rollstream.producers.record_sender import RecordSender, RolloutDelivery
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.trajectory_arrays import Trajectory, to_record
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.trajectory_arrays import Trajectory, to_record
 
 
 class TrajectoryProducer(RecordSender):

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rollstream.producers.environments.environment import AgentEnvironment, Prompt
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp, WrittenRollouts
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.worker.group_player import (
@@ -21,6 +20,7 @@ from rollstream.producers.worker.group_player import (
     note_failure,
     score_problem,
 )
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp
 from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import Rollout

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import AgentEnvironment, Prompt, Split
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.flow.component_means import ComponentMeans
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import rollout_uids
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.agent_player import play_agent
 from rollstream.producers.worker.group_player import EpisodeLimits, play_group
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.worker.sampling import GroupSampling
 from rollstream.topics.config import KafkaConfig

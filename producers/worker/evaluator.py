@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.flow.start_progress import reported
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.worker.graceful_stop import finish_or_stop
 from rollstream.producers.worker.group_player import EpisodeFailed

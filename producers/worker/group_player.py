@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollstream.producers.environments.environment import Episode, Prompt, Score
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.sampling import GroupSampler, GroupSampling, SamplingClient
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event

@@ -26,7 +26,7 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)

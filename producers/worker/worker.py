@@ -17,19 +17,19 @@ from dataclasses import dataclass, field
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Episode, Prompt
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.flow.component_means import ComponentMeans
 from rollstream.producers.flow.curriculum import success_of
 from rollstream.producers.flow.flow_control import FlowControl, RunProgress
 from rollstream.producers.flow.mixture import Mixture
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import WrittenRollouts
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.agent_player import PlayedEpisode, play_agents
 from rollstream.producers.worker.graceful_stop import finish_or_stop
 from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits, play_group
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.producers.worker.rollout_outlet import RolloutOutlet
 from rollstream.producers.worker.sampling import GroupSampling

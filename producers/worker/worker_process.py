@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
-from rollstream.producers.environments.environment_loading import LoadedEnvironment
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.flow.mixture_states import MixtureStates
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.flow.worker_flow import open_flow
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.record_sender import RolloutDelivery
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_outlet import RolloutOutlet
 from rollstream.producers.worker.worker import Worker, WorkerReport
-from rollstream.producers.worker.worker_steering import WORKERS, WorkerSteering
+from rollstream.producers.worker.worker_steering import WorkerSteering
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.steering import WORKERS
 from rollstream.topics.control.steering_follower import SteeringFollower
 
 

@@ -6,18 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rollstream.producers.flow.flow_control import FlowControl
 from rollstream.producers.flow.mixture import Mixture
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import CompletionsClient
-from rollstream.topics.control.steering import DesiredState
+from rollstream.producers.worker.local_gateway import LocalGateway
+from rollstream.topics.control.steering import SERVERS, WORKERS, DesiredState
 from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-WORKERS = "env"
-"""Role whose desired number is the number of workers."""
-SERVERS = "infer"
-"""Role whose desired number is the number of inference servers."""
 
 
 class WorkerSteering:

@@ -71,10 +71,10 @@ from .topics.records import (
     TrainingBatch,
     Turn,
 )
-from .topics.records.rl_examples import RLExample, Source
-from .topics.records.trajectory_arrays import Trajectory
 from .topics.wire.codec import decode, encode, schemas, values_of
+from .topics.wire.rl_examples import RLExample, Source
 from .topics.wire.rollout_batch_upcast import batch_of
+from .topics.wire.trajectory_arrays import Trajectory
 
 __all__ = [
     "AgentEnvironment",

@@ -20,8 +20,8 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.reproducibility import prepare_environment
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
 from tests.support.batches import random_batch, send_batches

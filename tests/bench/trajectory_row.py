@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
-from rollstream.topics.records.trajectory_arrays import Trajectory, flatten
+from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 
 PEER = "ROLLSTREAM_RLINF"

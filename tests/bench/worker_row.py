@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
-from rollstream.producers.environments.environment_loading import load_environments
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.requests import SampleRequest
+from rollstream.producers.tasks.environment_loading import load_environments
 from rollstream.producers.worker.worker_process import run_worker
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared

@@ -20,11 +20,11 @@ from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.flow.policy_versions import PolicyFollower, PolicyVersions
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, rollouts_of
-from rollstream.producers.gateway.local_gateway import ABANDONED, LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.worker.local_gateway import ABANDONED, LocalGateway
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent

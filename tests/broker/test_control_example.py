@@ -21,9 +21,9 @@ from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records.trajectory_arrays import aligned, from_record
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.trajectory_arrays import aligned, from_record
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.long

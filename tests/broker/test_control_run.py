@@ -12,8 +12,8 @@ from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records.trajectory_arrays import from_record
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.trajectory_arrays import from_record
 from tests.support.command_line import answer_of
 from tests.support.described import undescribed
 from tests.support.runs import RealRun

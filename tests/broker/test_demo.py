@@ -22,9 +22,9 @@ from rollstream.pipeline.config import load
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 from tests.support.interrupting import LIMIT_S, LINE, FairTime
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually

@@ -24,10 +24,10 @@ from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import ExcludedBatch, LearnerStep, TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.params_digest import params_digest
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.probes import scrape
 from tests.support.runs import RealRun, with_batches

@@ -12,9 +12,9 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Score
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout

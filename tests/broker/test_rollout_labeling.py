@@ -17,9 +17,9 @@ from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.worker import WorkerReport
 from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.kafka import clients, topic_admin

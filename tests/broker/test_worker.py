@@ -14,11 +14,11 @@ import pytest
 
 from rollstream.producers.config import CapacityConfig, WorkerConfig
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Score, SingleTurn
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.evaluation import Evaluation, evaluate
 from rollstream.producers.worker.worker import WorkerReport
 from rollstream.producers.worker.worker_process import run_worker
@@ -252,7 +252,7 @@ def test_a_stop_lets_groups_in_flight_finish(kafka: KafkaConfig, run_name: str) 
 WORKER_PROCESS = """
 import asyncio, sys
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environments.environment_loading import with_settings
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.tasks import create_task
 from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig

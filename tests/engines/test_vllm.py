@@ -13,10 +13,10 @@ from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.producers.inference.requests import SampleRequest
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply

@@ -25,10 +25,10 @@ from rollstream.topics.records import (
     TrajectoryRecord,
 )
 from rollstream.topics.records.journal_counts import JournalCounts
-from rollstream.topics.records.rl_examples import batch_digest, examples_of
-from rollstream.topics.records.trajectory_arrays import from_record
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from rollstream.topics.wire.codec import RECORD_TYPES, decode, encode
+from rollstream.topics.wire.rl_examples import batch_digest, examples_of
+from rollstream.topics.wire.trajectory_arrays import from_record
 from rollstream.topics.wire.validation import batch_problems, cancellation_problems, entry_problems, problems
 from tests.hostile.flood_targets import Fates, Target
 from tests.hostile.folded_flood import FoldedFlood

@@ -19,8 +19,8 @@ from rollstream.consumers.buffers.trajectories.filler import put
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
 from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import Rollout, TrainingBatch
-from rollstream.topics.records.trajectory_arrays import to_record
 from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.trajectory_arrays import to_record
 from rollstream.topics.wire.validation import batch_problems
 from tests.hostile.flood_targets import Fates, Target
 from tests.support.batches import random_batch

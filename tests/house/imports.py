@@ -42,6 +42,11 @@ IMPORTED_BY_THE_PIPELINE = {
         "selection_bias",
     )
 }
+ROOMS = {
+    "topics": ("", "records", "wire", "kafka", "control", "metrics", "traces"),
+    "producers": ("", "environments", "tasks", "episodes", "flow", "inference", "trajectories", "gateway", "worker"),
+}
+"""Folders of a package from the bottom up; its own modules are below them all."""
 OF_A_MESSAGE = {"error", "value", "key", "offset", "partition", "timestamp", "headers"}
 
 
@@ -78,6 +83,19 @@ def direction(repository: Repository) -> Iterator[Violation]:
         for name, line, decides in module.imports:
             if decides and name.startswith("rollstream.") and not within(name, ALLOWED[folder]):
                 yield Violation(module.path, line, f"{folder} may not import {name}; move what it needs below both")
+
+
+def rooms(repository: Repository) -> Iterator[Violation]:
+    """Folders of a package import those below them."""
+    for module in repository.packages:
+        _, package, *rest = module.name.split(".")
+        order = ROOMS.get(package, ())
+        room = rest[0] if len(rest) > 1 or module.path.endswith(f"/{''.join(rest)}/__init__.py") else ""
+        for name, line, decides in module.imports:
+            target = name.removeprefix(f"rollstream.{package}.").split(".")[0]
+            if decides and target in order and order.index(target) > order.index(room):
+                remedy = f"move what it needs to {package}/{room} or below"
+                yield Violation(module.path, line, f"{room or package} may not import {name}; {remedy}")
 
 
 def jax(repository: Repository) -> Iterator[Violation]:
@@ -184,6 +202,7 @@ RULES = (
     relative_imports,
     folders_by_their_own_names,
     direction,
+    rooms,
     jax,
     kafka_client,
     kafka_messages,

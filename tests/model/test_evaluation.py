@@ -26,10 +26,10 @@ from rollstream.producers.environments.environment import (
     Score,
     Split,
 )
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.evaluator import run_evaluator
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.records import Metrics, PolicyManifest, Rollout

@@ -27,9 +27,9 @@ from rollstream.topics.kafka.group_member import GroupMember
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import JournalRecord, Mark, Metrics, TrainingBatch
 from rollstream.topics.records.fates import DROPPED
-from rollstream.topics.records.rl_examples import RLExample
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import RLExample
 from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

@@ -22,15 +22,15 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.records import same
-from rollstream.topics.records.labeling_progress import LabelingProgress
-from rollstream.topics.records.trajectory_arrays import from_record, to_record
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.trajectory_arrays import from_record, to_record
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.trajectories import HOLD_AT, double, number_of, numbered

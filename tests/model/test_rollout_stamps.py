@@ -11,18 +11,18 @@ import numpy as np
 
 from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.tasks import create_task
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import PolicyManifest, Rollout
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 from tests.support.producing import SortingGenerator, serving
 
 STEPS = {0: 0, 1: 10, 2: 25, 5: 60}

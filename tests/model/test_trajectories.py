@@ -14,9 +14,9 @@ from rollstream.producers.trajectories.producer import TrajectoryProducer
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge, TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.records import RolloutMetadata, same
-from rollstream.topics.records.trajectory_arrays import Trajectory, from_record, to_record
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.trajectory_arrays import Trajectory, from_record, to_record
 from tests.support.runs import RealRun
 from tests.support.trajectories import number_of, numbered
 from tests.support.trajectory_runs import HOSTILE, for_trajectories, messages, send

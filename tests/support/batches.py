@@ -11,10 +11,10 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import BatchGroup, BatchIndexEntry, TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import batch_digest
 
 
 def random_batch(

@@ -14,8 +14,8 @@ from rollstream.consumers.archive.writer import ArchiveWriter, records
 from rollstream.consumers.files.stores import open_store
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import LearnerStep, Rollout, TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.rl_examples import batch_digest
 
 Forge = Callable[[ArchivedRecord], Iterable[ArchivedRecord]]
 

@@ -16,9 +16,9 @@ import fastavro
 import numpy as np
 
 from rollstream.topics.records import NamedArray
-from rollstream.topics.records.trajectory_arrays import to_record
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import MAGIC, encode, values_of
+from rollstream.topics.wire.trajectory_arrays import to_record
 from tests.support.batches import random_batch
 from tests.support.index_logs import MadeRun
 from tests.support.runs import rollout

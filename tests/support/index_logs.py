@@ -32,10 +32,10 @@ from rollstream.topics.records import (
     Turn,
 )
 from rollstream.topics.records.offset_ranges import to_ranges
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.support.journal_records import journal_record
 
 RUN = "made"

@@ -12,9 +12,9 @@ from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.process import LabelingProcess
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.topics.records import ModelCall, SessionEvent
-from rollstream.topics.records.trajectory_arrays import to_record
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.trajectory_arrays import to_record
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World
 from tests.simulation.partition_log import Entry, PartitionLog

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 
 
 def numbered(number: int, *, worker: str = "w0", steps: int = 4, **changes: object) -> Trajectory:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.topics.records import RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import Trajectory, flatten
+from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten
 
 STATE = 3
 

@@ -10,8 +10,8 @@ from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import NamedArray, TrajectoryRecord
-from rollstream.topics.records.trajectory_arrays import Trajectory
 from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.runs import RealRun
 
 HOSTILE = encode(

@@ -8,7 +8,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "control"

@@ -19,6 +19,10 @@ PLANTED: dict[str, tuple[dict[str, str], str]] = {
         {"topics/a.py": "from rollstream.topics import b\nfrom rollstream import producers\n"},
         "topics/a.py:2: topics may not import rollstream.producers; move",
     ),
+    "rooms": (
+        {"topics/records/a.py": "from rollstream.topics.wire import b\n"},
+        "topics/records/a.py:1: records may not import rollstream.topics.wire; move what it needs",
+    ),
     "jax": ({"pipeline/a.py": "def f():\n    import jax.numpy\n"}, "pipeline/a.py:2: imports jax.numpy; only"),
     "kafka_client": (
         {"consumers/a.py": "import confluent_kafka\n"},

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
@@ -18,7 +19,6 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import PausedPartition
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
-from rollstream.topics.wire.decimal_numbers import decimal_number
 from rollstream.topics.wire.keys import decode_key, encode_key
 
 _PAUSED = "paused"

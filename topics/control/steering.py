@@ -31,6 +31,11 @@ from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import decode_key, encode_key
 
+WORKERS = "env"
+"""Role whose desired number is the number of workers."""
+SERVERS = "infer"
+"""Role whose desired number is the number of inference servers."""
+
 PROCESSES = "processes"
 """First part of the key of a desired number of processes; the second is what is counted, such as a role."""
 PAUSED = "environment"

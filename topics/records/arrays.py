@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.wire.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
+from rollstream.topics.records.array_layout import dtype_name, dtype_of, little_endian_bytes, shape_problem
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -44,7 +44,7 @@ class NamedArray:
         """Return the array as a read-only view.
 
         Raises RecordError if bytes, dtype and shape do not agree, or if the array exceeds the limits of
-        rollstream.topics.wire.arrays.
+        rollstream.topics.records.array_layout.
         """
         dtype = dtype_of(self.dtype)
         if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records.arrays import (
     NO_FLOATS,
@@ -13,7 +14,6 @@ from rollstream.topics.records.arrays import (
     Int64,
     NamedArray,
 )
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 
 @dataclass(frozen=True, kw_only=True)

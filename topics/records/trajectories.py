@@ -27,7 +27,7 @@ class EpisodeSpan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryRecord:
-    """Arrays of a control task, by path; `rollstream.topics.records.trajectory_arrays` nests them."""
+    """Arrays of a control task, by path; `rollstream.topics.wire.trajectory_arrays` nests them."""
 
     uid: str
     environment: str

@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from rollstream.topics.wire.arrays import dtype_name
+from rollstream.topics.records.array_layout import dtype_name
 
 CHECKSUM = ".checksum"
 """Suffix of digests that consist of these checksums."""

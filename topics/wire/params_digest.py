@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from rollstream.topics.wire.arrays import dtype_name, little_endian_view
+from rollstream.topics.records.array_layout import dtype_name, little_endian_view
 
 TREE = ".tree"
 """Suffix of these digests."""

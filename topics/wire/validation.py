@@ -24,10 +24,10 @@ from rollstream.topics.records import (
     TrainingBatch,
     batch_numbers,
 )
+from rollstream.topics.records.array_layout import shape_problem
 from rollstream.topics.records.fates import FATES
-from rollstream.topics.records.rl_examples import REFERENCE
-from rollstream.topics.wire.arrays import shape_problem
 from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.rl_examples import REFERENCE
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability that counts as a rounding error (float16 servers reach 5e-4)."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rollstream.consumers.buffers.storage.checked_parquet import read_schema, read_table, write_table
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.rl_examples import REFERENCE, RLExample, Source, examples_of
+from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source, examples_of
 
 FOLDER = "batches"
 _TYPES = {

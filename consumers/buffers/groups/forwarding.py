@@ -18,7 +18,7 @@ from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member
 from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRollout
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, SealedGroup
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 
 
 class _HeldGroup(NamedTuple):

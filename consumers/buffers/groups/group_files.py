@@ -21,8 +21,8 @@ from rollstream.consumers.buffers.storage.checked_parquet import read_table, wri
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout, Turn
-from rollstream.topics.records.rl_examples import Source
 from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.rl_examples import Source
 
 COLUMNS = pa.schema(
     [

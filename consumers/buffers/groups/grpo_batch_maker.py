@@ -13,7 +13,7 @@ from rollstream.consumers.grouping.makers.batch_maker import MakerContext, Seale
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 
 _BATCH_BYTES = 2**40
 """No limit in practice, because batches in memory need none."""

@@ -37,7 +37,7 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 from rollstream.topics.wire.validation import untyped_problems
 
 logger = logging.getLogger(__name__)

@@ -40,9 +40,9 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
-from rollstream.topics.records.rl_examples import Source
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.rl_examples import Source
 from rollstream.topics.wire.validation import batch_problems, cancellation_problems, problems
 
 _SAVE_EVERY = 10_000

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rollstream.topics.records import Float32, NamedArray, Rollout, RolloutMetadata, SamplingParams, TrainingBatch
-from rollstream.topics.records.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
+from rollstream.topics.wire.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
 
 BATCH = "batch"
 """Key in a rollout's `extra`; its value is the batch and row of the rollout, as in "0-17/3"."""

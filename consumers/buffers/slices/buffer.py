@@ -35,7 +35,7 @@ from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
-from rollstream.topics.records.trajectory_arrays import Trajectory, Tree, nest
+from rollstream.topics.wire.trajectory_arrays import Trajectory, Tree, nest
 
 _TRIES = 20
 __all__ = ["EpisodeSliceBuffer", "NothingToDraw"]

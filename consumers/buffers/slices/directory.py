@@ -11,7 +11,7 @@ from pathlib import Path
 from rollstream.consumers.buffers.slices.ring_files import ArraySpec
 from rollstream.consumers.files.atomic_files import StoreError, read_json, remove_unfinished, write_json
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.trajectory_arrays import nest
+from rollstream.topics.wire.trajectory_arrays import nest
 
 NAME = "slices.json"
 LOCK = "lock"

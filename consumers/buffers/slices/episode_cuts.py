@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.trajectory_arrays import BOOTSTRAPPED, Trajectory, Tree, aligned, flatten
-from rollstream.topics.wire.arrays import dtype_name
+from rollstream.topics.records.array_layout import dtype_name
+from rollstream.topics.wire.trajectory_arrays import BOOTSTRAPPED, Trajectory, Tree, aligned, flatten
 
 Leaves = Mapping[str, NDArray[Any]]
 """Arrays by path, all of one length."""

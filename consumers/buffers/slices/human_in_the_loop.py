@@ -34,7 +34,7 @@ from rollstream.consumers.files.atomic_files import (
 )
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
-from rollstream.topics.records.trajectory_arrays import Trajectory, Tree, flatten, nest
+from rollstream.topics.wire.trajectory_arrays import Trajectory, Tree, flatten, nest
 
 MANIFEST = "sides.json"
 _SIDES = {AUTO: "auto", HUMAN: "hil"}

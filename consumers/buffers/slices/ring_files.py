@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.buffers.slices.episode_cuts import Leaves
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.wire.arrays import dtype_name, dtype_of
+from rollstream.topics.records.array_layout import dtype_name, dtype_of
 
 _COPY_BYTES = 16 * 2**20
 _SHORT = 4

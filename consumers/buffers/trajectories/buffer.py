@@ -32,7 +32,7 @@ from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError
 from rollstream.topics.logs import event
-from rollstream.topics.records.trajectory_arrays import Trajectory, as_trajectory, nest
+from rollstream.topics.wire.trajectory_arrays import Trajectory, as_trajectory, nest
 
 logger = logging.getLogger(__name__)
 

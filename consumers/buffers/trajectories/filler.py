@@ -24,9 +24,9 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import group_names
 from rollstream.topics.logs import event
 from rollstream.topics.records import TrajectoryRecord
-from rollstream.topics.records.trajectory_arrays import Trajectory, from_record
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.trajectory_arrays import Trajectory, from_record
 
 logger = logging.getLogger(__name__)
 _RECORDS_A_POLL = 100

@@ -35,7 +35,7 @@ from rollstream.consumers.files.atomic_files import (
 )
 from rollstream.topics.logs import event
 from rollstream.topics.records import Int64
-from rollstream.topics.records.trajectory_arrays import flatten
+from rollstream.topics.wire.trajectory_arrays import flatten
 
 logger = logging.getLogger(__name__)
 LOCK = "trajectories.lock"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.trajectory_arrays import BOOTSTRAPPED, Trajectory, aligned, examine
-from rollstream.topics.wire.arrays import dtype_name, dtype_of
+from rollstream.topics.records.array_layout import dtype_name, dtype_of
+from rollstream.topics.wire.trajectory_arrays import BOOTSTRAPPED, Trajectory, aligned, examine
 
 Rows = Mapping[str, NDArray[Any]]
 """Arrays [T * B, ...] by path; row t * B + b is step t of environment b."""

@@ -24,7 +24,7 @@ from rollstream.consumers.buffers.trajectories.rows import (
 )
 from rollstream.consumers.buffers.trajectories.store import AddOperation, DropOperation, Operation
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.records.trajectory_arrays import Trajectory, flatten
+from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten
 
 _FIELDS = [field.name for field in fields(Trajectory) if field.name != "arrays"]
 _fields_of = attrgetter(*_FIELDS)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean, without_noise
 from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
 from rollstream.consumers.grouping.core.held_rollouts import with_advantage
-from rollstream.topics.records.rl_examples import RLExample
+from rollstream.topics.wire.rl_examples import RLExample
 
 
 class GroupEpisodes(NamedTuple):

@@ -23,10 +23,10 @@ from rollstream.consumers.grouping.core.held_rollouts import (
 )
 from rollstream.consumers.grouping.makers.batch_maker import array_bytes, group_bytes, row_bytes
 from rollstream.topics.records import BatchIndexEntry
-from rollstream.topics.records.rl_examples import REFERENCE, RLExample, digested
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import column_bytes
 from rollstream.topics.wire.frame_pieces import FramePieces, Piece, frame_pieces
+from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, digested
 
 
 def name_bytes(group: Group) -> int:

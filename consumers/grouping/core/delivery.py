@@ -18,7 +18,7 @@ from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerCo
 from rollstream.consumers.grouping.makers.registry import batch_maker
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records.fates import BATCHED
-from rollstream.topics.records.rl_examples import RLExample
+from rollstream.topics.wire.rl_examples import RLExample
 
 _METADATA_LIMIT = 4096
 """Maximum number of characters of a batch's metadata, all ASCII; they do not count in grouping.batch_bytes."""

@@ -32,8 +32,8 @@ from rollstream.consumers.grouping.core.rates import Rates
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.records import GroupCancelled, RateLevel
-from rollstream.topics.records.rl_examples import Source
 from rollstream.topics.wire.codec import frame_of
+from rollstream.topics.wire.rl_examples import Source
 
 
 class GroupLifecycle:

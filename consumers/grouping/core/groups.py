@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.topics.records import Rollout
-from rollstream.topics.records.rl_examples import Source
+from rollstream.topics.wire.rl_examples import Source
 
 
 class GroupKey(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.records import Bool, Float32, Int32, NamedArray, Rollout, SamplingParams
-from rollstream.topics.records.rl_examples import REFERENCE, RLExample, Source
 from rollstream.topics.wire.codec import column_bytes
+from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source
 
 SPARE_BYTES = 1024
 """Most bytes besides its arrays with which a record is held as it is. The arrays of other records are copied, so that

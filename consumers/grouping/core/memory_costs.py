@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from rollstream.consumers.grouping.core.groups import GroupKey
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.topics.records.rl_examples import REFERENCE
+from rollstream.topics.wire.rl_examples import REFERENCE
 
 GROUP = 2_000
 """A group without its members: its tables, its deadlines, and its entries in the fold and the batch maker."""

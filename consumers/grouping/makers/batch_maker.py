@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 
 if TYPE_CHECKING:
     from rollstream.consumers.buffers.groups.group_files import PlacedRollout

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 
 
 class _Held(NamedTuple):

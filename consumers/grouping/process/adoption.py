@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end, record_before
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import NO_OFFSETS, JournalRecord, batch_numbers
 from rollstream.topics.wire.catalogue import name_in_run, topic_name
-from rollstream.topics.wire.decimal_numbers import decimal_number
 from rollstream.topics.wire.keys import decode_key
 
 

@@ -9,7 +9,7 @@ from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigur
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.topics.logs import event
 from rollstream.topics.traces.spans import SPANS
-from rollstream.topics.traces.way import batch_committed
+from rollstream.topics.traces.stages import batch_committed
 
 logger = logging.getLogger(__name__)
 

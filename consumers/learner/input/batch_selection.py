@@ -19,8 +19,8 @@ from rollstream.consumers.learner.input.row_checks import unfit_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
 from rollstream.topics.records.batch_uses import taken_rows
-from rollstream.topics.records.rl_examples import chosen_token_arrays
 from rollstream.topics.records.skip_reasons import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
+from rollstream.topics.wire.rl_examples import chosen_token_arrays
 
 logger = logging.getLogger(__name__)
 

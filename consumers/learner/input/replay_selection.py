@@ -25,8 +25,8 @@ from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 from rollstream.topics.records.batch_uses import is_left_out, trained_rows
-from rollstream.topics.records.rl_examples import stamp_of
 from rollstream.topics.records.skip_reasons import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
+from rollstream.topics.wire.rl_examples import stamp_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rollstream.topics.wire.arrays import dtype_name
+from rollstream.topics.records.array_layout import dtype_name
 from rollstream.topics.wire.params_checksum import FACTORS, WORD_BYTES, checksum_digest, terms
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}

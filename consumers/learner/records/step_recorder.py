@@ -30,7 +30,7 @@ from rollstream.topics.control.forked_learners import forked_learners
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from rollstream.topics.records.batch_uses import rows_of
-from rollstream.topics.traces.way import step_recorded
+from rollstream.topics.traces.stages import step_recorded
 
 logger = logging.getLogger(__name__)
 

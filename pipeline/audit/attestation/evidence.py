@@ -49,9 +49,9 @@ from rollstream.topics.records import (
     batch_numbers,
 )
 from rollstream.topics.records.fates import BATCHED
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.rl_examples import batch_digest
 from rollstream.topics.wire.validation import batch_problems, entry_problems
 
 _MOST_NAMED = 20

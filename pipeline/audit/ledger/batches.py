@@ -23,13 +23,13 @@ from rollstream.pipeline.audit.partition_journal import (
     codes,
 )
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import TrainingBatch, batch_numbers
 from rollstream.topics.records.fates import BATCHED
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 _BATCHED, _IN_FLIGHT = code_of(BATCHED), code_of("in_flight")
 _MOST_NAMED = 20

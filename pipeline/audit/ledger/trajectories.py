@@ -20,11 +20,11 @@ from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import TrajectoryRecord
-from rollstream.topics.records.labeling_progress import LabelingProgress
 from rollstream.topics.wire.catalogue import topic_name
 
 _SETTLED = ("labeled", "dead_lettered", "left_out")

@@ -12,8 +12,8 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.faults.auditor import digest_of, judge
 from tests.faults.evidence import Evidence, Raw, decode
 from tests.faults.findings import Audit

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest, has_digest
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import batch_digest, has_digest
 from tests.support.batches import random_batch
 
 BATCH = random_batch(3)

@@ -21,7 +21,7 @@ from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.consumers.weights.state_manager import LocalStateManager
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import OldGroup, OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
-from rollstream.topics.records.rl_examples import RLExample
+from rollstream.topics.wire.rl_examples import RLExample
 from tests.support.pages import page, section
 
 

@@ -24,9 +24,9 @@ from rollstream.consumers.labeling.labeler import (
 from rollstream.consumers.transactions import Refused
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import GroupCancelled, NamedArray, Rollout, RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import Trajectory, from_record, to_record
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.signatures import ROLLOUT, Signer, is_signed_by, write_key
+from rollstream.topics.wire.trajectory_arrays import Trajectory, from_record, to_record
 from tests.support.runs import rollout
 from tests.support.trajectories import double, numbered
 

@@ -24,8 +24,8 @@ from rollstream.pipeline.tools.lineage import lineage_trees
 from rollstream.topics.records import Drop, FinishedOffsets
 from rollstream.topics.records.fates import BATCHED
 from rollstream.topics.records.offset_ranges import to_ranges
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.config import CurriculumConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Prompt, Score, SingleTurn, Split
-from rollstream.producers.environments.environment_loading import LoadedEnvironment, with_settings
 from rollstream.producers.flow.curriculum import difficulty_weight, groups_counted, success_of
 from rollstream.producers.flow.mixture import Mixture
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
 from rollstream.topics.records import EnvironmentState, MixtureState
 from rollstream.topics.wire.codec import decode, encode
 

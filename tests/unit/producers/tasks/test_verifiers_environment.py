@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollstream.producers.config import EnvironmentConfig
-from rollstream.producers.environments.environment_loading import create_environment
+from rollstream.producers.tasks.environment_loading import create_environment
 from rollstream.topics.errors import ConfigurationError
 
 

@@ -13,9 +13,9 @@ from rollstream.producers.trajectories.collector import TrajectoryCollector
 from rollstream.producers.trajectories.steps import ChunkStepResult
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import EpisodeSpan
-from rollstream.topics.records.trajectory_arrays import Trajectory, aligned, to_record
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.trajectory_arrays import Trajectory, aligned, to_record
 
 
 def step(number: int, done: tuple[int, ...] = (0, 0), **changes: Any) -> ChunkStepResult:

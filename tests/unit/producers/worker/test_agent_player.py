@@ -12,18 +12,18 @@ from aiohttp import web
 
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.gateway.capture import CallCapture
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.agent_player import play_agent
 from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.worker_steering import WorkerSteering
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.steering import DesiredState

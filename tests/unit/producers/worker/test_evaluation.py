@@ -9,9 +9,9 @@ import pytest
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Episode, Generate, Prompt, Score, SingleTurn, Split
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.worker.group_player import EpisodeFailed
 from rollstream.topics.config import KafkaConfig

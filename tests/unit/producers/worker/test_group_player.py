@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Score, SingleTurn, Split
-from rollstream.producers.environments.environment_loading import with_settings
+from rollstream.producers.tasks.environment_loading import with_settings
 from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits, play_group
 from rollstream.producers.worker.sampling import GroupSampling
 from tests.support.producing import OneTokenPolicy

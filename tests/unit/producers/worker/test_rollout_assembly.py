@@ -9,7 +9,7 @@ from rollstream.producers.environments.environment import Episode, Message, Prom
 from rollstream.producers.inference.client import Completion
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 from rollstream.topics.wire.validation import problems
 
 STAMP = GroupStamp(

@@ -11,14 +11,14 @@ from aiohttp import web
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Episode, Generate, Message, Prompt, Score, Split
-from rollstream.producers.environments.environment_loading import with_settings
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.record_sender import limit_bytes_of
+from rollstream.producers.tasks.environment_loading import with_settings
+from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.worker import Worker, WorkerReport
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.rl_examples import batch_digest, digested, has_digest
 from rollstream.topics.wire.codec import encode, schemas, values_of
 from rollstream.topics.wire.frame_pieces import Piece, frame_pieces, number_bytes
+from rollstream.topics.wire.rl_examples import batch_digest, digested, has_digest
 from tests.strategies import any_record
 from tests.support.batches import random_batch
 

@@ -15,7 +15,7 @@ from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, Sea
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import same
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 from tests.support.group_stores import attempt, context, group, opened
 
 

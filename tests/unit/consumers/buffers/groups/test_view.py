@@ -25,8 +25,8 @@ from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, Mak
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.tools.groups import summary, text_of
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
-from rollstream.topics.records.rl_examples import examples_of
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import examples_of
 from tests.support.batches import random_batch
 from tests.support.paths import ROOT
 

@@ -16,7 +16,7 @@ from rollstream.consumers.buffers.slices.episode_cuts import Boundaries
 from rollstream.consumers.buffers.slices.ranked_set import RankedSet
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
-from rollstream.topics.records.trajectory_arrays import Trajectory, map_leaves
+from rollstream.topics.wire.trajectory_arrays import Trajectory, map_leaves
 from tests.support.pages import blocks, page, section
 
 

@@ -16,7 +16,7 @@ from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.slice_rings import left_by_kill
 
 

@@ -16,8 +16,8 @@ from rollstream.consumers.buffers.slices.state import SliceState
 from rollstream.consumers.buffers.trajectories.filler import put
 from rollstream.producers.trajectories.collector import TrajectoryCollector
 from rollstream.producers.trajectories.steps import ChunkStepResult
-from rollstream.topics.records.trajectory_arrays import Trajectory, to_record
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.trajectory_arrays import Trajectory, to_record
 
 NAMES = ("curr_obs", "next_obs")
 MISSING = [

@@ -14,7 +14,7 @@ from rollstream.consumers.buffers.trajectories.buffer import NothingToSample, Tr
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.trajectory_batches import same, trajectory, untorn
 from tests.support.trajectory_buffers import both, buffer
 

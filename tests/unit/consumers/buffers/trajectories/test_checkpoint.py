@@ -17,7 +17,7 @@ from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import EpisodeSpan
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.trajectory_batches import foreign, same, trajectory, untorn
 
 

@@ -26,7 +26,7 @@ from rollstream.consumers.buffers.trajectories.journal import NAME, JournalConte
 from rollstream.consumers.buffers.trajectories.rows import LeafSpec, check_trajectory
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.trajectory_arrays import Trajectory, nest
+from rollstream.topics.wire.trajectory_arrays import Trajectory, nest
 from tests.support.paths import ROOT
 from tests.support.trajectory_batches import same, trajectory, untorn
 

@@ -15,8 +15,8 @@ from rollstream.consumers.buffers.trajectories.filler import Place, put
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, NamedArray, TrajectoryRecord
-from rollstream.topics.records.trajectory_arrays import Trajectory, to_record
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.trajectory_arrays import Trajectory, to_record
 
 
 class Kept:

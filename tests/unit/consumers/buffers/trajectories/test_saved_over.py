@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint
 from rollstream.consumers.buffers.trajectories.formats import format_named
-from rollstream.topics.records.trajectory_arrays import Trajectory
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.trajectory_batches import trajectory
 from tests.support.trajectory_buffers import both, buffer
 

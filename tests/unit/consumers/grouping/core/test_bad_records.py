@@ -15,10 +15,10 @@ from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark, NamedArray, Rollout, SamplingParams
-from rollstream.topics.records.rl_examples import REFERENCE
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import REFERENCE
 from tests.support.pairs import driver, pair, reasons, uids
 
 

@@ -10,9 +10,9 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.makers.batch_maker import group_bytes, row_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.records import Mark, NamedArray, Rollout, TrainingBatch
-from rollstream.topics.records.rl_examples import REFERENCE, examples_of
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.rl_examples import REFERENCE, examples_of
 from tests.support.pairs import cancelled, driver, fates, pair, reasons, uids
 
 # ---------------------------------------------------------------------- completion and cutting

@@ -14,7 +14,7 @@ from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark, NamedArray, same
-from rollstream.topics.records.rl_examples import REFERENCE, batch_digest
+from rollstream.topics.wire.rl_examples import REFERENCE, batch_digest
 from tests.support.pairs import driver, pair, reasons, uids
 
 # ---------------------------------------------------------------------- configuration marks

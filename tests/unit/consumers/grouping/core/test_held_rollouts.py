@@ -10,8 +10,8 @@ from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRo
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.records import NamedArray, RolloutMetadata, SamplingParams
-from rollstream.topics.records.rl_examples import REFERENCE, RLExample, Source, batch_digest
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source, batch_digest
 
 TIMED = RolloutMetadata(timestamp=3.0, weight_step=7)
 ROLLOUT = example_rollout(

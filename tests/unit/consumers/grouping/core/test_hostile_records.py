@@ -15,9 +15,9 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import GroupCancelled, Mark, NamedArray, Rollout, SamplingParams, TrainingBatch
-from rollstream.topics.records.rl_examples import REFERENCE
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import REFERENCE
 from tests.strategies import any_record
 
 EXAMPLES = settings().max_examples // 2

@@ -28,9 +28,9 @@ from rollstream.topics.records import Drop, FateCount, FinishedGroup, FinishedOf
 from rollstream.topics.records.fates import OTHER_ENVIRONMENTS
 from rollstream.topics.records.journal_counts import JournalCounts
 from rollstream.topics.records.offset_ranges import from_ranges, to_ranges
-from rollstream.topics.records.rl_examples import batch_digest
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.rl_examples import batch_digest
 from tests.support.pairs import driver, pair
 
 # ---------------------------------------------------------------------- sums

@@ -22,9 +22,9 @@ from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.memory_costs import finished_group_cost
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.records import FinishedGroup, GroupCancelled, NamedArray, Rollout, Turn
-from rollstream.topics.records.rl_examples import REFERENCE
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import REFERENCE
 from tests.support.pages import page, section
 
 T = TypeVar("T")

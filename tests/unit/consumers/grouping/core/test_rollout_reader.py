@@ -25,9 +25,9 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.records.rl_examples import REFERENCE, WEIGHT_VERSION
 from rollstream.topics.wire.codec import HEADER_SIZE, decode, encode, framed_for_registry, signed_frame
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import REFERENCE, WEIGHT_VERSION
 from rollstream.topics.wire.validation import problems
 
 RECORDS = 50 * settings().max_examples

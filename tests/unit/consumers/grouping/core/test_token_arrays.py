@@ -11,8 +11,8 @@ from rollstream.consumers.grouping.makers.batch_maker import example_bytes, grou
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
-from rollstream.topics.records.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
 from rollstream.topics.wire.validation import batch_problems
 from tests.support.pairs import driver
 

@@ -21,7 +21,7 @@ from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records.offset_ranges import from_ranges
-from rollstream.topics.records.rl_examples import RLExample, Source
+from rollstream.topics.wire.rl_examples import RLExample, Source
 from tests.support.live_objects import live
 from tests.support.pairs import pair, reasons, uids
 from tests.support.processor_time import ProcessorTime

@@ -18,9 +18,9 @@ from rollstream.pipeline.audit.refold import skips_in
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import Mark, Rollout, SkippedOffset, same
-from rollstream.topics.records.rl_examples import RLExample
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import RLExample
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 from tests.support.pairs import driver, fates, pair, uids

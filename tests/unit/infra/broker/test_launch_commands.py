@@ -9,9 +9,9 @@ import pytest
 
 from rollstream.infra.broker.jars import Jars
 from rollstream.infra.broker.java import JavaRuntime
+from rollstream.infra.broker.launch_commands import cluster_id, prepare
 from rollstream.infra.broker.providers import DockerKafka, JavaKafka
 from rollstream.infra.config import BrokerConfig, BrokerLayout
-from rollstream.infra.launch_commands import cluster_id, prepare
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
 from tests.support.machine import Machine, script
 

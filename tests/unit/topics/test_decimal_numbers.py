@@ -6,12 +6,12 @@ from rollstream.consumers.labeling.positions import SOURCE, source_of
 from rollstream.consumers.weights.rollback import note_of
 from rollstream.topics.control.paused_partitions import note_paused
 from rollstream.topics.control.steering import DesiredState
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import batch_numbers
-from rollstream.topics.records.labeling_progress import LabelingProgress
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 LONG = "9" * 5_000
 """A number that `int` refuses with a ValueError."""

@@ -5,8 +5,8 @@ Offset and metadata are committed with the labeled records. Workers and tools re
 
 from dataclasses import dataclass
 
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.wire.decimal_numbers import decimal_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,9 @@ class LabelingProgress:
         """Decode the metadata of a committed offset; if they contain no counts, counting starts at that offset."""
         topic_id, *texts = committed.metadata.split(" ")
         numbers = [number for text in texts if (number := decimal_number(text)) is not None]
-        # Releases that did not know `written` committed four numbers.
-        if len(texts) not in (4, 5) or len(numbers) < len(texts):
+        if len(texts) != 5 or len(numbers) < len(texts):
             return cls(topic_id=topic_id, since=max(committed.offset, 0))
-        since, labeled, left_out, dead_lettered, written = (*numbers, 0)[:5]
+        since, labeled, left_out, dead_lettered, written = numbers
         return cls(
             topic_id=topic_id,
             since=since,

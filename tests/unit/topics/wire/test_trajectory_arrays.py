@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord, same
-from rollstream.topics.records.trajectory_arrays import (
+from rollstream.topics.wire.codec import decode, encode
+from rollstream.topics.wire.trajectory_arrays import (
     Trajectory,
     aligned,
     flatten,
@@ -18,7 +19,6 @@ from rollstream.topics.records.trajectory_arrays import (
     nest,
     to_record,
 )
-from rollstream.topics.wire.codec import decode, encode
 
 _NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=6)
 _DTYPES = st.sampled_from(["|b1", "|u1", "<i8", "<f4", "<c8", "bfloat16"])
@@ -26,7 +26,7 @@ _DTYPES = st.sampled_from(["|b1", "|u1", "<i8", "<f4", "<c8", "bfloat16"])
 
 def leaf(dtype: str, trailing: tuple[int, ...] = (), rows: int = 4, width: int = 2) -> np.ndarray:
     """An array [rows, width, ...] of distinct small numbers."""
-    from rollstream.topics.wire.arrays import dtype_of
+    from rollstream.topics.records.array_layout import dtype_of
 
     shape = (rows, width, *trailing)
     return np.arange(np.prod(shape)).reshape(shape).astype(dtype_of(dtype))

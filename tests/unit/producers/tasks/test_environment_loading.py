@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
-from rollstream.producers.environments.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment, load_environments
 from rollstream.topics.errors import ConfigurationError
 
 GAME = """
