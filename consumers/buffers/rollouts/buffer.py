@@ -104,12 +104,8 @@ class SequentialReader(Protocol):
         """Return the next batch, or None if there is none in time."""
 
 
-@dataclass(slots=True)
-class _HeldRollout:
-    """A rollout on the shelf, with its advantage."""
-
-    rollout: Rollout
-    advantage: float | Float32
+_Held = tuple[Rollout, float | Float32]
+"""A rollout and its advantage."""
 
 
 class RolloutReplayBuffer:
@@ -160,7 +156,7 @@ class RolloutReplayBuffer:
             max_rollout_timestamp_delay=max_rollout_timestamp_delay,
             balanced=balanced,
         )
-        self._shelf: Shelf[_HeldRollout] = Shelf(self._rules)
+        self._shelf: Shelf[_Held] = Shelf(self._rules)
         self._seed = seed
         self._draws = 0
         self._step = 0
@@ -202,9 +198,9 @@ class RolloutReplayBuffer:
         try:
             entries = self._with_advantages(rollouts)
         except RecordError:
-            self._leave_out(unsound=len(rollouts))
+            self._leave_out(["unsound"] * len(rollouts))
             raise
-        self._leave_out(zero_variance=len(rollouts) - len(entries))
+        self._leave_out(["zero_variance"] * (len(rollouts) - len(entries)))
         return self._put(entries)
 
     def add_batches(self, new_batches: Iterable[Batch]) -> int:
@@ -220,9 +216,9 @@ class RolloutReplayBuffer:
                 entries = [entry for group in groups for entry in self._with_advantages(group)]
             except (RollstreamError, AttributeError, TypeError, ValueError) as error:
                 wrong.append(f"batch {number}: {error}")
-                self._leave_out(unsound=sum(map(len, groups)))
+                self._leave_out(["unsound"] * sum(map(len, groups)))
                 continue
-            self._leave_out(zero_variance=sum(map(len, groups)) - len(entries))
+            self._leave_out(["zero_variance"] * (sum(map(len, groups)) - len(entries)))
             with self._lock:
                 stamps = (rollout.metadata for group in groups for rollout in group)
                 self._batches_added += self._any_fresh((stamp.weight_step, stamp.timestamp) for stamp in stamps)
@@ -273,10 +269,7 @@ class RolloutReplayBuffer:
             self._draws += 1
             self._batches_sampled += 1
             mine = drawn[self.process_id * count : (self.process_id + 1) * count]
-            return [
-                RolloutWithCount(entry.item.rollout, entry.item.advantage, entry.usage_count, entry.weight_step)
-                for entry in mine
-            ]
+            return [RolloutWithCount(*entry.item, entry.usage_count, entry.weight_step) for entry in mine]
 
     def size(self) -> int:
         """Number of rollouts held."""
@@ -311,8 +304,7 @@ class RolloutReplayBuffer:
         with self._lock:
             snapshot = BufferSnapshot(
                 rollouts=tuple(
-                    SnapshotRollout(e.item.rollout, e.item.advantage, e.usage_count, e.weight_step, e.timestamp)
-                    for e in self._shelf.entries()
+                    SnapshotRollout(*e.item, e.usage_count, e.weight_step, e.timestamp) for e in self._shelf.entries()
                 ),
                 counts={
                     "seed": self._seed,
@@ -332,11 +324,9 @@ class RolloutReplayBuffer:
         """Replace the content and the seed by a saved content and seed; settings stay. Raises StoreError if the file is
         missing or damaged."""
         snapshot = load_rollouts(Path(directory))
-        shelf: Shelf[_HeldRollout] = Shelf(self._rules)
-        entries = [
-            ShelfEntry(
-                _HeldRollout(k.rollout, k.advantage), k.rollout.environment, k.weight_step, k.timestamp, k.usage_count
-            )
+        shelf: Shelf[_Held] = Shelf(self._rules)
+        entries: list[ShelfEntry[_Held]] = [
+            ShelfEntry((k.rollout, k.advantage), k.rollout.environment, k.weight_step, k.timestamp, k.usage_count)
             for k in snapshot.rollouts
         ]
         with self._lock:
@@ -374,7 +364,7 @@ class RolloutReplayBuffer:
             groups.setdefault((rollout.group_id, rollout.environment, rollout.example_id), []).append(rollout)
         return list(groups.values())
 
-    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[ShelfEntry[_HeldRollout]]:
+    def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[ShelfEntry[_Held]]:
         """Return an entry for each rollout of a group, or none if its rewards have no variance and such groups are
         dropped."""
         for rollout in rollouts:
@@ -383,32 +373,16 @@ class RolloutReplayBuffer:
         rewards = [rollout.reward for rollout in rollouts]
         if not rewards or (self._drop_zero_variance and min(rewards) == max(rewards)):
             return []
-        advantages = [float(value) for value in self.loss_module.compute_advantages(rollouts)]
+        advantages = list(map(float, self.loss_module.compute_advantages(rollouts)))
         if len(advantages) != len(rollouts) or not all(map(math.isfinite, advantages)):
             raise RecordError(
                 f"the loss module gave {len(advantages)} advantages, {advantages[:8]}, for a group of {len(rollouts)}"
                 "; it must return one finite number for each rollout"
             )
-        return [
-            ShelfEntry(
-                _HeldRollout(rollout, advantage),
-                rollout.environment,
-                rollout.metadata.weight_step,
-                rollout.metadata.timestamp,
-            )
-            for rollout, advantage in zip(rollouts, advantages, strict=True)
-        ]
+        return _entries_of(zip(rollouts, advantages, strict=True))
 
     def _put_batch(self, batch: TrainingBatch, read: ReadBatch | None) -> int:
-        entries = [
-            ShelfEntry(
-                _HeldRollout(rollout, advantage),
-                rollout.environment,
-                rollout.metadata.weight_step,
-                rollout.metadata.timestamp,
-            )
-            for rollout, advantage in rollouts_of(batch, self._weight_step_of)
-        ]
+        entries = _entries_of(rollouts_of(batch, self._weight_step_of))
         with self._lock:
             if read is not None:
                 if read.index_offset < self._position.get(0, 0):
@@ -423,19 +397,20 @@ class RolloutReplayBuffer:
         now = self._time()
         return any(not self._rules.stale_code(step, at, self._step, now) for step, at in stamps)
 
-    def _count(self, left: Sequence[Removal[_HeldRollout]]) -> int:
+    def _count(self, left: Sequence[Removal[_Held]]) -> int:
         """Count rollouts that left the shelf, by reason, and return their number."""
-        self._leave_out(**Counter(rollout.code for rollout in left))
-        return len(left)
+        return self._leave_out([rollout.code for rollout in left])
 
-    def _leave_out(self, **reasons: int) -> None:
-        counts = {reason: count for reason, count in reasons.items() if count}
-        if counts:
+    def _leave_out(self, reasons: list[str]) -> int:
+        if reasons:
+            counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
             with self._lock:
-                self._left_out.update(counts)
+                for reason, count in counts.items():
+                    self._left_out[reason] += count
             event(logger, "rollouts_left_out", **counts)
+        return len(reasons)
 
-    def _put(self, entries: list[ShelfEntry[_HeldRollout]]) -> int:
+    def _put(self, entries: list[ShelfEntry[_Held]]) -> int:
         with self._lock:
             left = self._shelf.add(entries, self._step, self._time())
             if not left:
@@ -443,3 +418,9 @@ class RolloutReplayBuffer:
             self._count(left)
             new = set(map(id, entries))
             return len(entries) - sum(id(gone.entry) in new for gone in left)
+
+
+def _entries_of(held: Iterable[_Held]) -> list[ShelfEntry[_Held]]:
+    return [
+        ShelfEntry(pair, pair[0].environment, pair[0].metadata.weight_step, pair[0].metadata.timestamp) for pair in held
+    ]

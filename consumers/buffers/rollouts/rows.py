@@ -10,20 +10,21 @@ from rollstream.topics.wire.rl_examples import REFERENCE, reference_of, stamp_of
 
 BATCH = "batch"
 """Key in a rollout's `extra`; its value is the batch and row of the rollout, as in "0-17/3"."""
-_INT32, _BOOL, _FLOAT32 = np.dtype("<i4"), np.dtype("|b1"), np.dtype("<f4")
+_DTYPES = np.dtype("<i4"), np.dtype("|b1"), np.dtype("<f4")
 
 
 def unsound(rollout: Rollout) -> str:
     """Return why a rollout cannot be added, or "" if it can. Reasons are a rollout without tokens, an array of the
     wrong length or dtype, and a reward that is not finite. Rollouts may have different lengths."""
-    length = len(rollout.tokens)
-    for name, array, dtype in (
-        ("tokens", rollout.tokens, _INT32),
-        ("loss_mask", rollout.loss_mask, _BOOL),
-        ("logprobs", rollout.logprobs, _FLOAT32),
+    arrays = rollout.tokens, rollout.loss_mask, rollout.logprobs
+    tokens, mask, logprobs = arrays
+    length = len(tokens)
+    if (tokens.dtype, mask.dtype, logprobs.dtype) != _DTYPES or not (
+        tokens.shape == mask.shape == logprobs.shape == (length,)
     ):
-        if array.dtype != dtype or array.shape != (length,):
-            return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype.str} [{length}]"
+        for name, array, dtype in zip(("tokens", "loss_mask", "logprobs"), arrays, _DTYPES, strict=True):
+            if array.dtype != dtype or array.shape != (length,):
+                return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype.str} [{length}]"
     if not length:
         return "it has no tokens"
     if not math.isfinite(rollout.reward):

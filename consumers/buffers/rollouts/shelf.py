@@ -196,11 +196,9 @@ class Shelf(Generic[T]):
             held = self._held[name]
             weights = self.rules.alpha * _log_ranks(len(held))
             drawn += [held[i] for i in weighted_without_replacement(generator, weights, share).tolist()]
-        retired = False
         for entry in drawn:
             entry.usage_count += 1
-            retired |= self.rules.used_up(entry.usage_count)
-        if retired:
+        if any(self.rules.used_up(entry.usage_count) for entry in drawn):
             for name in sizes:
                 self._held[name] = [entry for entry in self._held[name] if not self.rules.used_up(entry.usage_count)]
         order = np.argsort(generator.random(count), kind="stable")
@@ -210,8 +208,8 @@ class Shelf(Generic[T]):
         """Append rollouts of an environment, and widen the bounds to include them."""
         self._held.setdefault(environment, []).extend(entries)
         if entries:
-            self._lowest_step = min(self._lowest_step, *(entry.weight_step for entry in entries))
-            self._oldest = min(self._oldest, *(entry.timestamp for entry in entries))
+            self._lowest_step = min(self._lowest_step, *[entry.weight_step for entry in entries])
+            self._oldest = min(self._oldest, *[entry.timestamp for entry in entries])
 
 
 @lru_cache(maxsize=64)
