@@ -1,4 +1,4 @@
-"""The benchmark still measures: every row, with sizes so small that its figures mean nothing."""
+"""The benchmark still measures: every row of the quick form, with sizes so small that its figures mean nothing."""
 
 import json
 import math
@@ -13,14 +13,12 @@ from tests.bench import latency_row
 from tests.bench.__main__ import build_parser, main
 from tests.bench.measure import LatencyRow, Row, Settings
 from tests.bench.report import report
-from tests.bench.rows import ROWS
+from tests.bench.rows import QUICK, ROWS
 from tests.support.runs import RealRun
 
 
-@pytest.mark.parametrize(
-    "name", ["codec", *(pytest.param(name, marks=pytest.mark.long) for name in ROWS if name != "codec")]
-)
 @pytest.mark.long
+@pytest.mark.parametrize("name", QUICK)
 def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(
     name: str, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

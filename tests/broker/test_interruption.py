@@ -65,7 +65,7 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def moments(few: int) -> list[object]:
     """`few` moments in each run of the tests, and more in the long form."""
-    return [pytest.param(few, id="some"), pytest.param(rounds(6), id="more", marks=pytest.mark.long)]
+    return [pytest.param(few, id="some"), pytest.param(rounds(3), id="more", marks=pytest.mark.long)]
 
 
 SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)

@@ -1,4 +1,4 @@
-"""Every command to a run takes effect even if its overseer, or all of it, is killed at that moment; nothing is lost."""
+"""Every command to a run takes effect even if a role, the overseer or all of it is killed then; nothing is lost."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 from tests.support.commanded_run import (
     ALL,
     OVERSEER,
+    SCALED,
     Command,
     check_command,
     drain,
@@ -20,15 +21,20 @@ from tests.support.commanded_run import (
     weigh,
 )
 
-CASES = [
-    *((command, OVERSEER) for command in (scale, pause, resume, weigh, drain, evaluate, roll_back, exclude)),
-    *((command, ALL) for command in (scale, pause, stop_at_step, drain)),
-]
-
-
-@pytest.mark.long
-def test_a_command_holds_over_a_kill_of_the_overseer(broker: str, run_name: str, tmp_path: Path) -> None:
-    check_command(broker, run_name, tmp_path, stop_at_step, OVERSEER)
+CASES = (
+    (scale, SCALED),
+    (scale, OVERSEER),
+    (pause, "env"),
+    (resume, OVERSEER),
+    (weigh, "env"),
+    (drain, "group"),
+    (drain, ALL),
+    (evaluate, "eval"),
+    (roll_back, "infer"),
+    (exclude, "learn"),
+    (stop_at_step, ALL),
+)
+"""Each command with one victim, and each victim with one command."""
 
 
 @pytest.mark.long

@@ -34,19 +34,6 @@ def demo(task: str, compiled: Path, directory: Path, broker: str) -> dict[str, A
 
 @pytest.mark.long
 @pytest.mark.timeout(HOUR_S + 600)
-def test_a_dataset_of_reasoning_gym_is_learned(compiled: Path, tmp_path: Path, broker: str) -> None:
-    demo("chain_sum", compiled, tmp_path, broker)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(HOUR_S + 600)
-def test_multiple_choice_is_learned(compiled: Path, tmp_path: Path, broker: str) -> None:
-    report = demo("choices", compiled, tmp_path, broker)
-    assert report["heldout_exact_last"] > report["heldout_exact_first"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(HOUR_S + 600)
 def test_an_agent_learns_to_call_a_tool(compiled: Path, tmp_path: Path, broker: str) -> None:
     report = demo("tools", compiled, tmp_path, broker)
     assert report["demonstrated"] == 0.5
