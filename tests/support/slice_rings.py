@@ -22,7 +22,7 @@ def child_of(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -67,12 +67,12 @@ def content(buffer: EpisodeSliceBuffer, directory: Path) -> dict[str, Any]:
     episodes = 1000 * (drawn["offset"] % 4) + drawn["offset"] // 12
     assert (episodes == episodes[:, :1]).all()
     assert ((np.diff(drawn["step"]) == 1) | (np.diff(drawn["offset"]) == 4)).all()
-    state = stored(directory)
+    [side] = stored(directory).sides
     return {
-        "columns": {name: column.tolist() for name, column in state.index.columns().items()},
-        "open": dict(state.open),
+        "columns": {name: column.tolist() for name, column in side.index.columns().items()},
+        "open": dict(side.open),
         "position": buffer.position,
-        "head": state.head,
+        "head": side.head,
         "drawn": drawn["offset"].tolist(),
     }
 

@@ -1,11 +1,10 @@
 """The episode slice buffer: slices of one length, drawn from episodes of any length in memory-mapped files.
 
-It is a ring of steps, filled by hand or from the log. Once `add` has returned, its item survives the process. Two
-buffers of the same seed that are filled to the same position of one partition have the same content and draws; see
-`rollstream.consumers.buffers.protocol` for several partitions. Adding, drawing and saving are thread-safe.
+It keeps the newest steps, and is filled by hand or from the log. Once `add` has returned, its item survives the
+process. Two buffers of the same seed that are filled to the same position of one partition have the same content and
+draws; see `rollstream.consumers.buffers.protocol` for several partitions. Adding, drawing and saving are thread-safe.
 """
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,17 @@ from rollstream.consumers.buffers.slices.episode_cuts import (
     parts_of_episode,
     parts_of_trajectory,
 )
-from rollstream.consumers.buffers.slices.options import CAPACITY, SLICE_LEN
+from rollstream.consumers.buffers.slices.state import SliceSide
 from rollstream.consumers.buffers.slices.store import SliceStore
 from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.wire.trajectory_arrays import Trajectory, Tree, nest
 
-_TRIES = 20
+CAPACITY = 10_000_000
+"""Default number of steps of a ring."""
+SLICE_LEN = 80
+"""Default number of steps of a slice."""
 __all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
 
 
@@ -47,6 +48,10 @@ class EpisodeSliceBuffer(Closing):
     All episodes have the same arrays as the first: paths, dtypes, and shapes of a step. Episodes must not have arrays
     named `lengths` or `mask`, because samples add them. Samples also add `truncated_key` if it is not stored.
     """
+
+    _SIDES = 1
+    _side = 0
+    """The side that this buffer draws from."""
 
     def __init__(
         self,
@@ -91,9 +96,7 @@ class EpisodeSliceBuffer(Closing):
         self._boundaries = boundaries or Boundaries()
         self._truncated_key = truncated_key
         self._lock = fork_safe_lock()
-        self._files_stay = threading.RLock()
-        """Held while the files must not be replaced; acquired before `_lock`."""
-        self._store = SliceStore(Path(directory), capacity, read_only=read_only)
+        self._store = SliceStore(Path(directory), capacity, self._SIDES, read_only=read_only)
 
     # ------------------------------------------------------------------ adding
 
@@ -144,7 +147,7 @@ class EpisodeSliceBuffer(Closing):
             if self._has(at):
                 return False
             self.check(parts)
-            self._store.add(parts, at)
+            self._store.add(self._routed(parts), at)
             return True
 
     def skip(self, at: tuple[int, int]) -> bool:
@@ -187,30 +190,26 @@ class EpisodeSliceBuffer(Closing):
         """Like `sample`, for slices of any length."""
         if count < 1:
             raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
+
+        def read() -> Any:
+            drawn = draw(self._state, self._seed, count, length, self._least(length))
+            leaves = gather(self._store.files(self._side), drawn, length, padded=self._padded)
+            return self._completed(leaves, drawn, length)
+
         with self._lock:
-            for _attempt in range(_TRIES):
-                self._store.refresh()
-                drawn = draw(self._store.state, self._seed, count, length, self._least(length))
-                leaves = gather(self._store.files, drawn, length, padded=self._padded)
-                # Readers check whether the writer has overwritten the slices; the writer itself is always current.
-                self._store.refresh()
-                if drawn.oldest >= self._store.state.low:
-                    return nest(self._completed(leaves, drawn, length))
-            raise StoreError(
-                f"the writer overwrote the drawn slices {_TRIES} times; the ring is too small for its write rate"
-            )
+            return nest(self._store.reading(read))
 
     def check_drawable(self, length: int) -> None:
         """Raise NothingToDraw if no episode is long enough for a slice of `length` steps."""
         with self._lock:
             self._store.refresh()
-            check_drawable(self._store.state, length, self._least(length))
+            check_drawable(self._state, length, self._least(length))
 
     def size(self) -> int:
         """Number of steps held."""
         with self._lock:
             self._store.refresh()
-            return self._store.state.index.size
+            return self._state.index.size
 
     def __len__(self) -> int:
         return self.size()
@@ -219,17 +218,7 @@ class EpisodeSliceBuffer(Closing):
         """Whether the episode of this uid is open and has steps in the ring."""
         with self._lock:
             self._store.refresh()
-            return episode in self._store.state.open
-
-    def taken(self, at: tuple[int, int]) -> tuple[str, ...] | None:
-        """Uids of the episodes that the record at `at` continued, ended or left open here.
-
-        None if the record is not the newest one of its partition.
-        """
-        with self._lock:
-            self._store.refresh()
-            state = self._store.state
-            return state.taken[at[0]] if state.position.get(at[0]) == at[1] + 1 else None
+            return episode in self._state.open
 
     @property
     def position(self) -> dict[int, int]:
@@ -242,11 +231,11 @@ class EpisodeSliceBuffer(Closing):
         """Return numbers of steps (held, capacity, ever added), of episodes (all, drawable, open) and of draws."""
         with self._lock:
             self._store.refresh()
-            state = self._store.state
+            state = self._state
             least = self._least(self.slice_len or 1)
             return {
                 "size": state.index.size,
-                "capacity": state.capacity,
+                "capacity": self._store.state.capacity,
                 "total_steps_added": state.head,
                 "num_episodes": state.index.episodes,
                 "num_episodes_to_draw_from": len(state.index.with_length(least)),
@@ -266,21 +255,28 @@ class EpisodeSliceBuffer(Closing):
 
         Other threads can add and draw during the copy.
         """
-        with self._files_stay:
-            self._store.save(Path(directory), self._lock)
+        self._store.save(Path(directory), self._lock)
 
     def load(self, directory: str | Path, /) -> None:
         """Replace the content by a saved buffer of the same capacity; settings stay. If it raises StoreError, nothing
         changes."""
-        with self._files_stay, self._lock:
+        with self._lock:
             self._store.load(Path(directory))
 
     def close(self) -> None:
         """Flush and close, so that another process may write. Raises StoreError."""
-        with self._files_stay, self._lock:
+        with self._lock:
             self._store.close()
 
     # ------------------------------------------------------------------ helpers
+
+    @property
+    def _state(self) -> SliceSide:
+        return self._store.state.sides[self._side]
+
+    def _routed(self, parts: Sequence[EpisodePart]) -> list[Sequence[EpisodePart]]:
+        """Return the parts of each side."""
+        return [parts if side == self._side else () for side in range(len(self._store.state.sides))]
 
     def _has(self, at: tuple[int, int] | None) -> bool:
         return at is not None and at[1] < self._store.state.position.get(at[0], 0)

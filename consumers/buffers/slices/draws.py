@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.buffers.slices.ring_files import RingFiles, RowMoves
-from rollstream.consumers.buffers.slices.state import SliceState
+from rollstream.consumers.buffers.slices.state import SliceSide
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
+from rollstream.consumers.buffers.storage.segments import SegmentFiles
 from rollstream.topics.errors import RollstreamError
 
 LENGTHS, MASK = "lengths", "mask"
@@ -27,58 +27,51 @@ class SlicePlaces(NamedTuple):
     steps: list[tuple[int, int, int]]
     """Ranges of steps (slice number, counter of the first step, number of steps), in order of slices."""
 
-    @property
-    def oldest(self) -> int:
-        """Counter of the oldest step."""
-        return min(at for _slice, at, _count in self.steps)
 
-
-def check_drawable(state: SliceState, length: int, least: int) -> None:
+def check_drawable(side: SliceSide, length: int, least: int) -> None:
     """Raise NothingToDraw unless an episode has `least` steps, the minimum for a slice of `length`."""
-    index = state.index
+    index = side.index
     if not len(index.with_length(least)):
         why = f"none of {index.episodes} episodes has {length} steps" if index.size else "it is empty"
         raise NothingToDraw(f"no slice of {length} steps can be drawn: {why}; add longer episodes first")
 
 
-def draw(state: SliceState, seed: int, count: int, length: int, least: int) -> SlicePlaces:
+def draw(side: SliceSide, seed: int, count: int, length: int, least: int) -> SlicePlaces:
     """Draw `count` slices of `length` steps. A shorter episode with at least `least` steps gives all its steps.
 
-    This counts as one draw of the state. Raises NothingToDraw.
+    This counts as one draw of the side. Raises NothingToDraw.
     """
-    check_drawable(state, length, least)
-    rows = state.index.with_length(least)
+    check_drawable(side, length, least)
+    rows = side.index.with_length(least)
     # Not generator.integers, because numpy guarantees only the stream of uniform numbers (NEP 19).
-    uniform = generator_at(seed, state.draws).random((2, count))
-    state.draws += 1
+    uniform = generator_at(seed, side.draws).random((2, count))
+    side.draws += 1
     chosen = rows.select((uniform[0] * len(rows)).astype(np.int64))
-    held = state.index.lengths(chosen)
+    held = side.index.lengths(chosen)
     lengths = np.minimum(held, length)
     starts = (uniform[1] * (held - lengths + 1)).astype(np.int64)
     places = zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True)
     steps = [
         (number, steps_range.at, steps_range.steps)
         for number, (row, start, taken) in enumerate(places)
-        for steps_range in state.index.ranges(row, start, taken)
+        for steps_range in side.index.ranges(row, start, taken)
     ]
     return SlicePlaces(lengths, steps)
 
 
-def gather(files: RingFiles, drawn: SlicePlaces, length: int, *, padded: bool) -> dict[str, NDArray[Any]]:
+def gather(files: SegmentFiles, drawn: SlicePlaces, length: int, *, padded: bool) -> dict[str, NDArray[Any]]:
     """Return arrays by path: [slices, length, ...] with zeros after short slices if `padded`, else [all steps, ...]."""
     count = len(drawn.lengths)
     rows = count * length if padded else int(drawn.lengths.sum())
-    moves, to, before = [], 0, -1
+    steps, to, before = [], 0, -1
     for number, at, taken in drawn.steps:
         if padded and number != before:
             to, before = number * length, number
-        moves.append((to, at, taken))
+        steps.append((to, at, taken))
         to += taken
-    planned = RowMoves(moves, files.capacity, rows)
-    leaves = {}
-    for spec in files.specs:
-        array = files.gather(spec.path, planned, rows)
-        leaves[spec.path] = array.reshape(count, length, *spec.shape) if padded else array
+    leaves = files.gather(steps, rows)
+    if padded:
+        return {path: leaf.reshape(count, length, *leaf.shape[1:]) for path, leaf in leaves.items()}
     return leaves
 
 

@@ -151,12 +151,13 @@ def _ends(leaves: Leaves, boundaries: Boundaries) -> NDArray[np.bool_]:
         return ends
     for path in boundaries.done:
         if path in leaves:
-            return np.asarray(leaves[path].reshape(steps, -1).astype(np.bool_).any(1))
+            flags = leaves[path].reshape(steps, -1).astype(np.bool_, copy=False)
+            return flags[:, 0] if flags.shape[1] == 1 else np.asarray(flags.any(1))
     return ends
 
 
 def _spans(ends: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    stops: list[int] = [*(np.flatnonzero(ends[:-1]) + 1).tolist(), len(ends)]
+    stops: list[int] = [*(ends[:-1].nonzero()[0] + 1).tolist(), len(ends)]
     return zip([0, *stops[:-1]], stops, strict=True)
 
 

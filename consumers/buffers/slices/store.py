@@ -1,133 +1,133 @@
-"""The store of a slice buffer: arrays, a journal and a manifest in a directory, written by one process at a time.
+"""The store of a slice buffer: segments of steps and a journal in a directory, written by one process at a time.
 
-After a kill at any instruction, it contains everything for which `add` had returned, and nothing from other calls.
-After a crash of the machine, it contains everything that was flushed, except steps that were being overwritten.
+The journal names the segments, and replacing it replaces the whole buffer. After a kill at any instruction, the store
+contains everything for which `add` had returned, and nothing from other calls. After a crash of the machine, it
+contains everything that was flushed, except steps whose segments were dropped since.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import replace
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
-from rollstream.consumers.buffers.slices import directory as slice_directory
-from rollstream.consumers.buffers.slices.directory import (
-    LOCK,
-    NAME,
-    Manifest,
-    new_name,
-    read_manifest,
-    remove_all_but,
-    write_manifest,
-)
-from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart, Leaves
-from rollstream.consumers.buffers.slices.journal import (
+from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
+from rollstream.consumers.buffers.slices.state import (
     DECODER,
+    DropRecord,
     FlushRecord,
     OpenRecord,
     Record,
-    ReserveOnDiskRecord,
-    ReserveRecord,
+    SliceState,
     SnapshotRecord,
 )
-from rollstream.consumers.buffers.slices.ring_files import RingFiles, check, specs_of
-from rollstream.consumers.buffers.slices.state import SliceState
 from rollstream.consumers.buffers.storage.journal import Journal, JournalFollower, read_journal, write_journal
-from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, sync_directory
+from rollstream.consumers.buffers.storage.segments import ArraySpec, SegmentFiles, SegmentGone, check, specs_of
+from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, remove_unfinished
 from rollstream.topics.errors import ConfigurationError, RecordError
 
-_AHEAD = 16
-"""Number of parts in which a ring is overwritten; each part is announced on disk first."""
-
-
-class _Overwritten(StoreError):
-    """Steps were overwritten while they were being copied."""
+NAME, LOCK = "slices.journal", "lock"
+_FILE = re.compile(r"[0-9a-f]{12}-\d+-\d+\.rows", re.ASCII)
+"""Names of segments; other files in a directory belong to the user."""
+_SEGMENTS = 16
+"""Number of segments of a full ring."""
+_LEAST_ROWS = 256
+_TRIES = 20
+T = TypeVar("T")
 
 
 class SliceStore:
-    """Files of a slice buffer in a directory. Not thread-safe. `state` is the state of the ring."""
+    """Files of a slice buffer in a directory. Not thread-safe."""
 
-    def __init__(self, directory: Path, capacity: int | None, *, read_only: bool = False) -> None:
-        """Open or create a directory; without a capacity, use that of the existing ring.
+    def __init__(self, directory: Path, capacity: int | None, sides: int = 1, *, read_only: bool = False) -> None:
+        """Open or create a directory; without a capacity, use that of the existing buffer.
 
-        Raises ConfigurationError if the ring has another capacity, StoreError if another process writes to the
-        directory, or files are missing or damaged.
+        Raises ConfigurationError if the buffer has another capacity or number of sides, StoreError if another process
+        writes to the directory, or files are missing or damaged.
         """
         self._directory, self._read_only = directory, read_only
+        self._journal_path = directory / NAME
         self._why_read_only = "was opened read-only; open it to write"
         self._lost = False
         """Whether the state is that of the last flush, because a writer of another boot or machine wrote the rest."""
         self._journal: Journal | None = None
         self._followed: JournalFollower[Record] | None = None
         """In a reader, the journal that `state` is read from."""
+        self._files: list[SegmentFiles] = []
+        """Segments of each side."""
         self._closed = False
         self._lock: DirectoryLock | None = None if read_only else lock_directory(directory, LOCK)
         try:
-            self._open(capacity)
+            self._open(capacity, sides)
         except BaseException:
+            self._close_files()
             self._unlock()
             raise
 
-    def _open(self, capacity: int | None) -> None:
-        manifest = read_manifest(self._directory)
-        if manifest is None:
+    def _open(self, capacity: int | None, sides: int) -> None:
+        if not self._journal_path.exists():
             if self._read_only or capacity is None:
                 raise StoreError(f"{self._directory} contains no {NAME}; nothing was stored there")
-            manifest = self._create(capacity)
-        if capacity not in (None, manifest.capacity):
+            write_journal(self._journal_path, SliceState(capacity, sides).snapshot(uuid.uuid4().hex[:12]))
+        self._recover()
+        state = self.state
+        if (len(state.sides), capacity or state.capacity) != (sides, state.capacity):
             raise ConfigurationError(
-                f"{self._directory} is a ring of {manifest.capacity} steps, not {capacity}; open it with that "
-                "capacity, or fill another directory"
+                f"{self._directory} is a ring of {state.capacity} steps with {len(state.sides)} sides, not "
+                f"{capacity or state.capacity} with {sides}; open it with that capacity and use_hil_buffer, or fill "
+                "another directory"
             )
-        self._manifest = manifest
-        self._journal_path = self._directory / manifest.journal
-        self._files = RingFiles(self._directory, manifest.arrays, manifest.capacity, writable=not self._read_only)
-        try:
-            self._recover()
-        except BaseException:
-            self._close_files()
-            raise
         if not self._read_only:
-            remove_all_but(self._directory, manifest)
-        elif manifest != read_manifest(self._directory):
-            self._close_files()
-            self._open(capacity)
+            named = set()
+            for files, side in zip(self._files, state.sides, strict=True):
+                named |= files.open(files.numbers(side.low, side.head))
+            _remove(self._directory, lambda name: name not in named)
 
     # ------------------------------------------------------------------ writing
 
-    def add(self, parts: Sequence[EpisodePart], at: tuple[int, int] | None) -> None:
-        """Write parts of episodes, which passed `check`, and move the position, atomically.
+    def add(self, parts: Sequence[Sequence[EpisodePart]], at: tuple[int, int] | None) -> None:
+        """Write the parts of each side, which passed `check`, and move the position, atomically.
 
-        Raises StoreError if writing fails; the steps that were to be overwritten are lost then.
+        Raises StoreError if writing fails; nothing is added then.
         """
         journal = self._short_journal()
-        if parts:
-            self._create_arrays(parts[0].leaves)
-            self._make_room(journal, self.state.head + sum(part.steps for part in parts))
-            self._files.write(self.state.head, [part.leaves for part in parts])
-        record = self.state.add_record(list(parts), at)
+        arrays: tuple[ArraySpec, ...] = ()
+        if any(parts):
+            if not self.state.arrays:
+                arrays = specs_of(next(part.leaves for own in parts for part in own))
+                self._use_arrays(arrays)
+            self._drop_segments(journal)
+            for files, side, own in zip(self._files, self.state.sides, parts, strict=True):
+                if own:
+                    files.write(side.head, [part.leaves for part in own])
+        record = self.state.add_record(parts, at, arrays)
         journal.append(record)
         self.state.apply(record)
 
     def check(self, parts: Sequence[EpisodePart]) -> None:
         """Raise RecordError if arrays differ from those stored, or there are more steps than the capacity."""
         steps = sum(part.steps for part in parts)
-        if steps > self.capacity:
-            raise RecordError(f"{steps} steps at once do not fit into a ring of {self.capacity}; raise its capacity")
-        if self.state.head:
+        if steps > self.state.capacity:
+            raise RecordError(
+                f"{steps} steps at once do not fit into a ring of {self.state.capacity}; raise its capacity"
+            )
+        if self.state.arrays:
             for part in parts:
-                check(self._files.specs, part.leaves)
+                check(self.state.arrays, part.leaves)
 
     def flush(self) -> None:
         """Write all added steps to disk. Raises StoreError."""
         journal = self._short_journal()
-        self._files.sync()
+        for files in self._files:
+            files.sync()
         journal.append(FlushRecord(self.state.draws), sync=True)
 
     def save(self, directory: Path, alone: AbstractContextManager[object]) -> None:
         """Write everything to disk, or copy it to another directory, where it replaces any buffer.
 
-        `alone` is a reentrant lock that excludes other threads. They can add and draw while the arrays are copied; if
-        they overwrite steps that are being copied, the copy is repeated under the lock. If it raises StoreError, the
+        `alone` excludes other threads; they can add and draw while the arrays are copied. If it raises StoreError, the
         other directory is unchanged.
         """
         if directory.resolve() == self._directory.resolve():
@@ -135,28 +135,23 @@ class SliceStore:
                 self.flush()
             return
         with lock_directory(directory, LOCK):
-            # A reader copies under the lock, because other threads may open new files once the writer replaces them.
-            if not self._read_only:
-                with suppress(_Overwritten):
-                    self._copy_to(directory, alone)
-                    return
-            with alone:
-                self._copy_to(directory, alone)
+            self._copy_to(directory, alone)
 
     def load(self, directory: Path) -> None:
         """Replace the content by the content of another directory. If it raises StoreError, the store is unchanged."""
         self._writable()
         if directory.resolve() == self._directory.resolve():
             return
-        with closing(SliceStore(directory, None, read_only=True)) as other:
-            if other.capacity != self.capacity:
+        capacity, sides = self.state.capacity, len(self.state.sides)
+        with closing(SliceStore(directory, None, sides, read_only=True)) as other:
+            if other.state.capacity != capacity:
                 raise StoreError(
-                    f"{directory} is a ring of {other.capacity} steps, but this ring has {self.capacity}; load "
+                    f"{directory} is a ring of {other.state.capacity} steps, but this ring has {capacity}; load "
                     "it into a ring of the same capacity"
                 )
             other._copy_to(self._directory, nullcontext())
         self._close_files()
-        self._open(self.capacity)
+        self._open(capacity, sides)
 
     def close(self) -> None:
         """Write all added steps to disk, and close. Raises StoreError."""
@@ -174,17 +169,23 @@ class SliceStore:
 
     # ------------------------------------------------------------------ reading
 
-    @property
-    def capacity(self) -> int:
-        """Number of steps in the ring."""
-        return self._manifest.capacity
-
-    @property
-    def files(self) -> RingFiles:
-        """Files of the arrays. Raises StoreError after `close`."""
+    def files(self, side: int) -> SegmentFiles:
+        """Segments of a side. Raises StoreError after `close`."""
         if self._closed:
             raise StoreError(f"the buffer in {self._directory} is closed; open it again")
-        return self._files
+        return self._files[side]
+
+    def reading(self, read: Callable[[], T]) -> T:
+        """Return what `read` returns, from the newest state. It is called again if the writer has dropped a segment
+        that it reads."""
+        for attempt in count(1):
+            self.refresh()
+            try:
+                return read()
+            except SegmentGone:
+                if not self._read_only or attempt == _TRIES:
+                    raise
+        raise AssertionError
 
     def refresh(self) -> None:
         """Apply the changes of the writer; do nothing in the writer itself, and after `close`. Raises StoreError if the
@@ -192,34 +193,24 @@ class SliceStore:
         self._become_reader_if_forked()
         if not self._read_only or self._closed:
             return
-        # The arrays are known only once there is a step.
-        if self._followed is None or self._followed.replaced or not self.state.head:
-            self._reopen()
-            return
-        records = self._followed.read().records
-        if self._lost and records:
-            # They may include a flush, and what they overwrite counts at once.
-            self._reopen()
+        records = []
+        if self._followed is not None and not self._followed.replaced:
+            records = self._followed.read().records
+        if self._followed is None or self._followed.replaced or (self._lost and records):
+            # In a lost journal, the records may include a flush.
+            draws = self.state.draws
+            self._close_files()
+            self._open(None, len(self.state.sides))
+            # The journal has only the writer's draws, but this reader does not repeat its own.
+            self.state.apply(FlushRecord(draws))
             return
         for record in records:
             self.state.apply(record)
-
-    def _reopen(self) -> None:
-        """Read the files again, as they are now."""
-        draws = self.state.draws
-        self._close_files()
-        self._open(None)
-        # The journal has only the writer's draws, but this reader does not repeat its own.
-        self.state.draws = max(self.state.draws, draws)
+        self._use_arrays(self.state.arrays)
+        for files, side in zip(self._files, self.state.sides, strict=True):
+            files.drop(files.below(side.low))
 
     # ------------------------------------------------------------------ helpers
-
-    def _create(self, capacity: int) -> Manifest:
-        """Write an empty buffer without arrays."""
-        manifest = Manifest(journal=f"{new_name()}.journal", capacity=capacity)
-        write_journal(self._directory / manifest.journal, SliceState(capacity).snapshot())
-        write_manifest(self._directory, manifest)
-        return manifest
 
     def _become_reader_if_forked(self) -> None:
         """In a process that was forked from the writer, read from now on: the parent remains the writer, and this
@@ -237,7 +228,7 @@ class SliceStore:
 
     def _recover(self) -> None:
         """Read the journal, but only up to the last flush if the machine has restarted since a writer opened it."""
-        boot = slice_directory.boot_id()
+        boot = boot_id()
         if self._read_only:
             self._followed = JournalFollower(self._journal_path, DECODER)
         reading = read_journal(self._journal_path, DECODER) if self._followed is None else self._followed.read()
@@ -252,11 +243,11 @@ class SliceStore:
             raise StoreError(
                 f"{self._journal_path} is damaged at byte {reading.stop}; fill the buffer from the log again"
             )
-        self._ahead = max((record.stop for record in records if isinstance(record, ReserveOnDiskRecord)), default=0)
         if lost:
             last = max(n for n, record in enumerate(records) if isinstance(record, FlushRecord | SnapshotRecord))
-            records = records[: last + 1]
-        self.state = SliceState(self.capacity)
+            dropped = [record for record in records[last:] if isinstance(record, DropRecord)]
+            records = [*records[: last + 1], *dropped]
+        self.state = SliceState(1)
         try:
             for record in records:
                 self.state.apply(record)
@@ -264,10 +255,7 @@ class SliceStore:
             raise StoreError(
                 f"{self._journal_path} is damaged ({error}); fill the buffer from the log again"
             ) from error
-        if lost:
-            self.state.forget(self._ahead - self.capacity)
-            # The next step is not below the steps to forget, or it would count as overwritten.
-            self.state.head = max(self.state.head, self.state.low)
+        self._use_arrays(self.state.arrays)
         if self._read_only:
             return
         self._journal = Journal(self._journal_path, reading.stop)
@@ -276,35 +264,24 @@ class SliceStore:
         else:
             self._journal.append(OpenRecord(boot))
 
-    def _create_arrays(self, leaves: Leaves) -> None:
-        """Create the files of the arrays if this is the first step."""
-        if self.state.head:
+    def _use_arrays(self, arrays: tuple[ArraySpec, ...]) -> None:
+        """Read and write these arrays from now on."""
+        if len(self._files) == len(self.state.sides) and self._files[0].specs == arrays:
             return
-        specs = specs_of(leaves, new_name())
-        if [spec.kind for spec in specs] == [spec.kind for spec in self._manifest.arrays]:
-            return
-        files = RingFiles(self._directory, specs, self.capacity, writable=True, new=True)
-        try:
-            sync_directory(self._directory)
-            write_manifest(self._directory, replace(self._manifest, arrays=specs))
-        except BaseException:
+        for files in self._files:
             files.close()
-            raise
-        self._files.close()
-        self._files, self._manifest = files, replace(self._manifest, arrays=specs)
-        remove_all_but(self._directory, self._manifest)
+        state, writable = self.state, not self._read_only
+        self._files = [
+            _segments(self._directory, state.name, number, arrays, state.capacity, writable=writable)
+            for number in range(len(state.sides))
+        ]
 
-    def _make_room(self, journal: Journal, stop: int) -> None:
-        """Forget the steps that writing up to counter `stop` overwrites, first in the journal and then in memory."""
-        if stop <= self.capacity:
-            return
-        if stop > self._ahead:
-            ahead = stop + self.capacity // _AHEAD
-            journal.append(ReserveOnDiskRecord(ahead), sync=True)
-            self._ahead = ahead
-        record = ReserveRecord(stop)
-        journal.append(record)
-        self.state.apply(record)
+    def _drop_segments(self, journal: Journal) -> None:
+        """Delete the segments whose steps are forgotten. The journal says so first, in case the machine crashes."""
+        for number, (files, side) in enumerate(zip(self._files, self.state.sides, strict=True)):
+            if dropped := files.below(side.low):
+                journal.append(DropRecord(number, (max(dropped) + 1) * files.rows), sync=True)
+                files.drop(dropped)
 
     def _short_journal(self) -> Journal:
         """Return the journal, after compacting it if it has grown long."""
@@ -315,34 +292,32 @@ class SliceStore:
 
     def _compact(self, journal: Journal) -> None:
         """Replace the journal by one that begins with a snapshot, so that it does not grow without limit."""
-        self._files.sync()
-        boot = OpenRecord(slice_directory.boot_id())
-        journal.replace(self.state.snapshot(), ReserveOnDiskRecord(self._ahead), boot)
+        for files in self._files:
+            files.sync()
+        journal.replace(self.state.snapshot(), OpenRecord(boot_id()))
 
     def _copy_to(self, directory: Path, alone: AbstractContextManager[object]) -> None:
-        """Write everything to new files in a directory, name them in its manifest, and delete its other files."""
+        """Write everything to new files in a directory, and replace its journal by one that names them."""
+
         with alone:
-            low, snapshot, source, before = self.state.low, self.state.snapshot(), self._files, self._manifest
-        name = new_name()
-        arrays = tuple(replace(spec, file=f"{name}-{n:03}.bin") for n, spec in enumerate(before.arrays))
-        manifest = Manifest(journal=f"{name}.journal", capacity=self.capacity, arrays=arrays)
+            snapshot, pieces = self.reading(
+                lambda: (
+                    self.state.snapshot(uuid.uuid4().hex[:12]),
+                    [f.pieces(s.low, s.head) for f, s in zip(self._files, self.state.sides, strict=True)],
+                )
+            )
         try:
-            with closing(RingFiles(directory, arrays, self.capacity, writable=True, new=True)) as files:
-                source.copy_to(files, min(low, snapshot.head), snapshot.head)
-                files.sync()
-            with alone:
-                self.refresh()
-                if before != self._manifest or self.state.low > low:
-                    raise _Overwritten(
-                        f"{self._directory} is being written by another buffer; copy it once that buffer is closed"
-                    )
-            write_journal(directory / manifest.journal, snapshot)
+            for number, own in enumerate(pieces):
+                with closing(_segments(directory, snapshot.name, number, snapshot.arrays, snapshot.capacity)) as files:
+                    for at, arrays in own:
+                        files.write(at, [arrays])
+                    files.sync()
         except BaseException:
-            for file in (manifest.journal, *(spec.file for spec in arrays)):
-                (directory / file).unlink(missing_ok=True)
+            for path in directory.glob(f"{snapshot.name}-*.rows"):
+                path.unlink()
             raise
-        write_manifest(directory, manifest)
-        remove_all_but(directory, manifest)
+        write_journal(directory / NAME, snapshot)
+        _remove(directory, lambda name: not name.startswith(snapshot.name))
 
     def _writable(self) -> Journal:
         self._become_reader_if_forked()
@@ -352,7 +327,9 @@ class SliceStore:
         return self._journal
 
     def _close_files(self) -> None:
-        self._files.close()
+        for files in self._files:
+            files.close()
+        self._files = []
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -363,3 +340,26 @@ class SliceStore:
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
+
+
+def _segments(
+    directory: Path, name: str, side: int, arrays: tuple[ArraySpec, ...], capacity: int, *, writable: bool = True
+) -> SegmentFiles:
+    rows = max(_LEAST_ROWS, -(-capacity // _SEGMENTS))
+    return SegmentFiles(directory, f"{name}-{side}", arrays, rows, writable=writable)
+
+
+def _remove(directory: Path, unnamed: Callable[[str], bool]) -> None:
+    """Delete segments left by a kill or by earlier content. Only the directory's one writer may call this."""
+    remove_unfinished(directory)
+    for path in directory.iterdir():
+        if _FILE.fullmatch(path.name) and unnamed(path.name):
+            path.unlink(missing_ok=True)
+
+
+def boot_id() -> str:
+    """Id of this boot of the machine; "" if the system does not report one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

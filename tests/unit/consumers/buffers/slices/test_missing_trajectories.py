@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
-from rollstream.consumers.buffers.slices.state import SliceState
+from rollstream.consumers.buffers.slices.state import SliceSide
 from rollstream.consumers.buffers.trajectories.filler import put
 from rollstream.producers.trajectories.collector import TrajectoryCollector
 from rollstream.producers.trajectories.steps import ChunkStepResult
@@ -170,27 +170,25 @@ def test_whatever_arrives_stored_episodes_have_consecutive_steps(
     arrivals: list[tuple[int, int, bool]], capacity: int
 ) -> None:
     """Parts arrive in any order, twice or never, and the state is restored at times from its snapshot."""
-    state, steps = SliceState(capacity), list[tuple[int, int]]()
+    side, steps = SliceSide(capacity), list[tuple[int, int]]()
     for episode, number, restored in arrivals:
         begin, count = sum(LENGTHS[episode][:number]), LENGTHS[episode][number]
         last = number == len(LENGTHS[episode]) - 1
         part = EpisodePart(leaves={}, steps=count, uid=str(episode), first=number == 0, last=last, begin=begin)
         steps += [(episode, begin + step) for step in range(count)]
-        state.forget(len(steps) - capacity)
-        state.apply(state.add_record([part], None))
+        side.extend(*side.runs(0, [part]))
         if restored:
-            snapshot, state = state.snapshot(), SliceState(capacity)
-            state.apply(snapshot)
-    members = state.index.with_length(1)
+            side = SliceSide.of(side.snapshot(), capacity)
+    members = side.index.with_length(1)
     rows = members.select(np.arange(len(members)))
-    for row, length in zip(rows.tolist(), state.index.lengths(rows).tolist(), strict=True):
-        held = [steps[r.at + n] for r in state.index.ranges(row, 0, length) for n in range(r.steps)]
+    for row, length in zip(rows.tolist(), side.index.lengths(rows).tolist(), strict=True):
+        held = [steps[r.at + n] for r in side.index.ranges(row, 0, length) for n in range(r.steps)]
         assert held == [(held[0][0], held[0][1] + n) for n in range(length)]
 
 
 @given(st.permutations([episode for episode in range(3) for _part in range(6)]))
 def test_episodes_whose_parts_arrive_in_order_are_whole_whoever_writes_in_between(order: list[int]) -> None:
-    state, numbers = SliceState(1000), dict.fromkeys(range(3), 0)
+    side, numbers = SliceSide(1000), dict.fromkeys(range(3), 0)
     for episode in order:
         number, lengths = numbers[episode], LENGTHS[episode]
         numbers[episode] += 1
@@ -202,6 +200,6 @@ def test_episodes_whose_parts_arrive_in_order_are_whole_whoever_writes_in_betwee
             last=number == len(lengths) - 1,
             begin=sum(lengths[:number]),
         )
-        state.apply(state.add_record([part], None))
-    assert state.index.episodes == 3
-    assert not state.open
+        side.extend(*side.runs(0, [part]))
+    assert side.index.episodes == 3
+    assert not side.open
