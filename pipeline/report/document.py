@@ -49,7 +49,15 @@ _SECTIONS: Mapping[str, tuple[_Chart, ...]] = {
 
 def document(facts: RunFacts) -> str:
     """Return the report as HTML."""
-    parts = [_head(facts), _figures(facts), *_charts(facts), _ledger(facts), _drops(facts), _versions(facts)]
+    parts = [
+        _head(facts),
+        _figures(facts),
+        _settings(facts),
+        *_charts(facts),
+        _ledger(facts),
+        _drops(facts),
+        _versions(facts),
+    ]
     parts += [_rollouts("Best rollouts", facts.best), _rollouts("Worst rollouts", facts.worst), _commands(facts)]
     return page(f"{facts.run}: report of a run", "".join(parts))
 
@@ -136,6 +144,19 @@ def _figures(facts: RunFacts) -> str:
         for name, value, more in tiles
     )
     return f'<dl class="tiles">{cells}</dl>\n'
+
+
+def _settings(facts: RunFacts) -> str:
+    if not facts.configuration:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row"><code>{_text(each.key)}</code></th><td>{_text(each.value)}</td>'
+        f"<td>{_text(each.default)}</td></tr>"
+        for each in facts.settings
+    )
+    heads = "<tr><th>setting</th><th>value</th><th>default</th></tr>"
+    table = f'<div class="wide"><table><thead>{heads}</thead><tbody>{rows}</tbody></table></div>'
+    return f"<section><h2>Settings that were changed</h2>{table if rows else '<p>None.</p>'}</section>\n"
 
 
 def _charts(facts: RunFacts) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.changed_settings import ChangedSetting, changed_settings
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.run_index import RunIndex, index_file
@@ -44,6 +45,8 @@ class RunFacts:
     environments: Sequence[str]
     configuration: str
     """SHA-256 of the configuration that the processes of the run used; empty if this machine lacks its file."""
+    settings: Sequence[ChangedSetting]
+    """Settings of that configuration that differ from the defaults."""
     model: Mapping[str, Any]
     """Shape of the model, according to the newest manifest; empty if its description is no JSON object."""
     parameters: int
@@ -98,6 +101,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         learners=figures["learners"],
         environments=facets["environments"],
         configuration=_digest(config.run_dir / "run.toml"),
+        settings=changed_settings(config) or (),
         model=_shape(manifest.model) if manifest else {},
         parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
         curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},

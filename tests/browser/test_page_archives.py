@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, expect
 
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.ui.config import UiConfig
 from tests.browser.chromium import PATIENCE_MS, visit
 from tests.support.archived_run import archive_run, step_of
@@ -85,13 +85,21 @@ def test_the_page_of_a_run_that_the_server_does_not_have_says_so_and_leads_to_th
     page.context.close()
 
 
-def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, browser: Browser) -> None:
+def test_two_runs_are_compared_by_their_settings_and_curve_by_curve(
+    address: str, archive: Path, browser: Browser, tmp_path: Path
+) -> None:
     """A chart draws a part of many curves: those of all rollouts first, and each of both runs."""
+    for run, rate in zip(RUNS, ("0.004", "0.008"), strict=True):
+        config = load(flags=[f"run={run}", f"data_dir={tmp_path}", f"learner.optimizer.learning_rate={rate}", "seed=3"])
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "run.toml").write_text(to_toml(config))
     rewards = {f"reward/e{number:02}": number / 20 for number in range(12)}
     for run in RUNS:
         archive_run(archive, 4, [replace(step_of(4), metrics=rewards)], run=run)
     seen = visit(browser, address)
     seen.open("#/first/compare")
+    settings = seen.page.get_by_role("region", name="Table: Settings that differ").locator("tbody tr")
+    expect(settings).to_have_text(["learner.optimizer.learning_rate0.0040.008"], timeout=PATIENCE_MS)
     chart = seen.page.locator(".chart", has=seen.page.get_by_text("Reward", exact=True))
     labels = chart.locator(".legend-label")
     drawn = [f"{label} · {run}" for label in ("produced", "e00", "e01", "e02", "e03") for run in RUNS]

@@ -6,6 +6,17 @@ export interface RunEntry {
   learners: string[];
 }
 
+export interface ChangedSetting {
+  key: string;
+  value: string;
+  default: string;
+}
+
+export interface Settings {
+  known: boolean;
+  changed: ChangedSetting[];
+}
+
 export interface Component {
   component: string;
   role: string;

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rollstream.pipeline.changed_settings import changed_settings
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.run_index import RolloutFilter
 from rollstream.pipeline.ui.server import offset_fates, session_list
@@ -36,6 +37,7 @@ class Api:
             web.get("/api/runs", self._list),
             web.get("/api/events", self._events),
             web.get(f"{run}/overview", self._overview),
+            web.get(f"{run}/settings", self._settings),
             web.get(f"{run}/series", self._series),
             web.get(f"{run}/rollouts", self._rollouts),
             web.get(f"{run}/facets", self._facets),
@@ -83,6 +85,11 @@ class Api:
         if not names:
             raise UnusableParameter("no run is named", "name at least one, as in /api/events?run=NAME")
         return await stream(request, {name: self._runs.get(name) for name in names}, self._closing)
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        run = self._run(request)
+        changed = await run.compute(lambda: changed_settings(run.config))
+        return answer({"known": changed is not None, "changed": [each._asdict() for each in changed or ()]})
 
     async def _series(self, request: web.Request) -> web.Response:
         query = request.query

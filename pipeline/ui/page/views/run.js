@@ -8,10 +8,12 @@ import { link, replaceQuery } from "../lib/route.js";
 import { Bar, BAR, Empty, Figure, Loading, Panel, shown, Table } from "../parts/basics.js";
 import { Curves } from "../parts/curves.js";
 import { Flow } from "../parts/flow.js";
+import { SettingsPanel } from "../parts/settings.js";
 
 /** @param {import("../app").ViewProps} props */
 export function RunView({ run, live, query }) {
   const overview = live.overview;
+  const settings = useAnswer(address(run, "settings"));
   useEffect(() => {
     if (query.at === "curves") document.getElementById("h-curves")?.scrollIntoView();
   }, [query.at, overview !== null]);
@@ -27,7 +29,8 @@ export function RunView({ run, live, query }) {
     <div class="columns">
       <${Staleness} top=${top} />
       <${Processes} top=${top} />
-    </div>`;
+    </div>
+    ${settings.data ? html`<${SettingsPanel} names=${[run]} sides=${[settings.data]} />` : null}`;
 }
 
 /** @param {import("../contract").Top} top */

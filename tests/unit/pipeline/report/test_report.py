@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.pipeline.config import load
+from rollstream.pipeline.config import load, to_toml
 from rollstream.pipeline.report.document import document
 from rollstream.pipeline.report.run_facts import facts_of
 from rollstream.topics.records import LearnerStep, PolicyManifest, Tensor
@@ -68,6 +68,17 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
     assert f'<td data-name="trained">{5 * ROWS}</td>' in page
     for words in ("Learner", "default", "Environments", "env", "Reward", "Loss", "Groups of zero variance"):
         assert words in Page(page).text
+
+
+def test_the_settings_of_a_run_that_were_changed_are_in_its_report(tmp_path: Path) -> None:
+    archive_run(tmp_path / "archive", 2)
+    assert "Settings that were changed" not in Page(report(tmp_path)).text
+    config = load(flags=["run=main", f"data_dir={tmp_path / '.rollstream'}", "learner.optimizer.learning_rate=0.004"])
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "run.toml").write_text(to_toml(config))
+    page = report(tmp_path)
+    assert "<code>learner.optimizer.learning_rate</code></th><td>0.004</td><td>0.002</td>" in page
+    assert page.count("<code>learner.") == 1
 
 
 def test_rollouts_that_a_learner_skipped_are_no_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,58 @@
+"""Settings with which the processes of a run were started, as far as they differ from the defaults."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.settings import plain
+
+_FIRST = ("task", "environments", "grouping", "learner", "labeling", "worker", "inference", "curriculum", "evaluation")
+"""Sections that decide what is learned; they come before those that say where and how a run is kept."""
+
+
+class ChangedSetting(NamedTuple):
+    """A setting of a run that is not at its default."""
+
+    key: str
+    """Dotted, as in `learner.optimizer.learning_rate`."""
+    value: str
+    default: str
+    """Empty if there is no default, as for an environment."""
+
+
+def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
+    """Return the changed settings of a run; None if this machine lacks the file that the run's processes read.
+
+    Defaults are those of a run with the same name, directory and seed, so that settings derived from these do not count
+    as changed. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises ConfigurationError if a setting
+    of the file is unknown to this release.
+    """
+    file = config.run_dir / "run.toml"
+    if not file.exists():
+        return None
+    run = load(file)
+    same = [f"run={run.run}", f"data_dir={run.data_dir}", f"seed={run.seed}"]
+    defaults = dict(_texts(plain(load(flags=same)))) | {"seed": "0"}
+    changed = [
+        ChangedSetting(key, value, defaults.get(key, ""))
+        for key, value in _texts(plain(run))
+        if defaults.get(key) != value and key not in ("run", "data_dir")
+    ]
+    return sorted(changed, key=_place)
+
+
+def _place(setting: ChangedSetting) -> tuple[int, str]:
+    section = setting.key.split(".")[0]
+    return (_FIRST.index(section) if section in _FIRST else len(_FIRST), setting.key)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of every setting below this one."""
+    entries = value if isinstance(value, dict) else None
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        entries = {str(number): entry for number, entry in enumerate(value)}
+    if entries is None:
+        yield key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    else:
+        for name, item in entries.items():
+            yield from _texts(item, f"{key}.{name}" if key else name)

@@ -1,0 +1,33 @@
+"""Settings of a run that differ from the defaults: what decides about learning comes first."""
+
+from pathlib import Path
+
+from rollstream.pipeline.changed_settings import ChangedSetting, changed_settings
+from rollstream.pipeline.config import load, to_toml
+
+
+def test_what_was_changed_is_listed_and_what_follows_from_name_directory_and_seed_is_not(tmp_path: Path) -> None:
+    flags = [f"data_dir={tmp_path}", "run=mine", "seed=5", "kafka.session_timeout_s=20"]
+    flags += ["learner.optimizer.learning_rate=0.004", "grouping.estimator=grpo", "environments.0.use=coding"]
+    config = load(flags=flags)
+    assert changed_settings(config) is None
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "run.toml").write_text(to_toml(config))
+    changed = changed_settings(config)
+    assert changed is not None
+    assert [row.key for row in changed if not row.key.startswith("environments.0.")] == [
+        "grouping.estimator",
+        "learner.optimizer.learning_rate",
+        "kafka.session_timeout_s",
+        "seed",
+    ]
+    assert ChangedSetting("environments.0.use", "coding", "") in changed
+    assert changed[0].key.startswith("environments.0.")
+    assert ChangedSetting("learner.optimizer.learning_rate", "0.004", "0.002") in changed
+
+
+def test_a_run_at_its_defaults_has_no_changed_setting(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}", "run=plain"])
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "run.toml").write_text(to_toml(config))
+    assert changed_settings(config) == []
