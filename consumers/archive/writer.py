@@ -5,6 +5,7 @@ these records. A restarted writer continues from the positions in the manifest.
 """
 
 import hashlib
+import sys
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from rollstream.consumers.archive.tables import (
 )
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.consumers.freed_memory import FreedMemory
+from rollstream.consumers.log_view import LogView
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.wire.catalogue import topic_name
@@ -39,6 +41,7 @@ from rollstream.topics.wire.catalogue import topic_name
 TopicPartitionKey = tuple[str, int]
 """Topic and partition."""
 _LONGEST_NAME = 120
+_ELSEWHERE = "archive to another place"
 _THREADS = 2
 CONVERTED_AT_ONCE = 256
 """Number of records of a partition whose rows are made at once."""
@@ -103,26 +106,20 @@ class ArchiveWriter:
             self.manifest = replace(self.manifest, topics={**self.manifest.topics, topic: added})
             return dict(first)
         self.check_topic(topic, topic_id)
-        if known.position.keys() != first.keys():
-            raise self._recreated(topic)
-        for partition, low in first.items():
-            if known.position[partition] < low:
-                raise StateRefused(
-                    f"{self._run}.{topic}[{partition}] begins at offset {low}, and is archived up to "
-                    f"{known.position[partition]}: the records between them were deleted; archive to another place"
-                )
-        return dict(known.position)
+        if known.position.keys() < first.keys():
+            raise StateRefused(
+                f"{topic} has {len(first)} partitions, and {len(known.position)} are archived; {_ELSEWHERE}"
+            )
+        bounds = {partition: (low, sys.maxsize) for partition, low in first.items()}
+        return self._view(topic).starts(topic_name(self._run, topic), bounds, _ELSEWHERE)
 
     def check_topic(self, topic: str, topic_id: str) -> None:
         """Raise StateRefused if a topic is not the archived one."""
-        if self.manifest.topics[topic].topic_id != topic_id:
-            raise self._recreated(topic)
+        self._view(topic).check_topic(topic_name(self._run, topic), topic_id, _ELSEWHERE)
 
-    def _recreated(self, topic: str) -> StateRefused:
-        return StateRefused(
-            f"{self._run}.{topic} was deleted and created again since it was archived to {self._store.url}; archive to "
-            "another place"
-        )
+    def _view(self, topic: str) -> LogView:
+        archived = self.manifest.topics[topic]
+        return LogView(topic_name(self._run, topic), archived.topic_id, dict(archived.position))
 
     def add(self, entry: ArchivedRecord) -> None:
         """Add a record; records of a partition must be added in order."""

@@ -33,6 +33,7 @@ from rollstream.consumers.files.atomic_files import (
     remove_unfinished,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
+from rollstream.consumers.log_view import LogView
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.logs import event
@@ -61,12 +62,9 @@ class SavedStore:
 
 
 @dataclass
-class TopicProgress:
-    """Progress of a view in one topic."""
+class TopicProgress(LogView):
+    """Progress of a view in one topic, whose name is empty if the view was filled only by `read`."""
 
-    identity: list[str] = field(default_factory=list)
-    """Name and id of the topic; empty if the view was filled only by `read`."""
-    position: dict[int, int] = field(default_factory=dict)
     stream_ms: dict[int, int] = field(default_factory=dict)
     """Highest append time, by partition."""
 

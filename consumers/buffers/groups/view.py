@@ -46,6 +46,7 @@ from rollstream.topics.wire.rl_examples import Source
 from rollstream.topics.wire.validation import batch_problems, cancellation_problems, problems
 
 _SAVE_EVERY = 10_000
+_ELSEWHERE = "use an empty directory"
 
 
 class GroupStore(Closing):
@@ -151,7 +152,7 @@ class GroupStore(Closing):
         with self._lock:
             self._check_writable()
             filled = self._topics.setdefault(topic, TopicProgress())
-            if offset >= filled.position.get(partition, 0):
+            if not filled.has(partition, offset):
                 self._apply(topic, partition, offset, at_ms, value)
 
     def _apply(self, kind: str, partition: int, offset: int, at_ms: int, value: bytes | None) -> None:
@@ -197,23 +198,19 @@ class GroupStore(Closing):
         """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
         records.
 
-        Raises TopicError if the position is no longer in the log, StoreError if the store was filled from another run
-        before, or the topic was created again.
+        Raises TopicError if the position is no longer in the log, the store was filled from another run before, or the
+        topic was created again.
         """
         self._check_writable()
         name = topic_name(run, topic)
-        identity = [name, topic_admin.topic_ids(kafka, [name])[name]]
+        topic_id = topic_admin.topic_ids(kafka, [name])[name]
         for kind, filled in self._topics.items():
-            wanted = identity if kind == topic else [topic_name(run, kind), *filled.identity[1:]]
-            if filled.identity and filled.identity != wanted:
-                raise StoreError(
-                    f"the store in {self.root} is filled from {' with id '.join(filled.identity)}, not from "
-                    f"{' with id '.join(wanted)}; use an empty directory"
-                )
+            filled.check_topic(topic_name(run, kind), topic_id if kind == topic else filled.topic_id, _ELSEWHERE)
         filled = self._topics.setdefault(topic, TopicProgress())
-        filled.identity = identity
+        starts = filled.starts(name, topic_admin.bounds(kafka, name), _ELSEWHERE)
+        filled.topic, filled.topic_id = name, topic_id
         records = 0
-        for message in read_to_end(kafka, name, start=filled.position):
+        for message in read_to_end(kafka, name, start=starts):
             partition, offset = message.partition, message.offset
             assert offset is not None
             self.read(partition, offset, message.timestamp_ms, message.value, topic=topic)

@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from rollstream.consumers.files.atomic_files import read_json, write_json
+from rollstream.consumers.log_view import LogView
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError, TopicError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, GroupPosition, KafkaRecord
+from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import group_names
 from rollstream.topics.logs import event
@@ -277,34 +278,19 @@ class TrajectoryFiller:
         """Record the topic. Raises TopicError if another topic filled the buffers."""
         if path is None:
             return
-        identity = [self._topic, topic_admin.topic_ids(self._kafka, [self._topic])[self._topic]]
-        known = read_json(path) if path.exists() else identity
-        if known != identity and any(buffer.position for buffer in self._buffers):
-            raise TopicError(
-                f"the buffers next to {path} contain records of {' with id '.join(known)}, and cannot be filled from "
-                f"{' with id '.join(identity)}; use empty buffers, or the run and the brokers that filled them"
-            )
-        if known != identity or not path.exists():
-            write_json(path, identity)
+        topic_id = topic_admin.topic_ids(self._kafka, [self._topic])[self._topic]
+        known = read_json(path) if path.exists() else None
+        if known and any(buffer.position for buffer in self._buffers):
+            view = LogView(*known)
+            view.check_topic(self._topic, topic_id, "use empty buffers, or the run and the brokers that filled them")
+        if known != [self._topic, topic_id]:
+            write_json(path, [self._topic, topic_id])
 
     def _begin(self) -> dict[int, int]:
         """Return the first offset to read of each partition: the lowest position of the buffers."""
-        starts = {}
         bounds = topic_admin.bounds(self._kafka, self._topic)
         self._begins = {partition: begin for partition, (begin, _end) in bounds.items()}
-        for partition, (begin, end) in bounds.items():
-            for position in (buffer.position.get(partition) for buffer in self._buffers):
-                if position is not None and not begin <= position <= end:
-                    raise TopicError(
-                        f"a buffer is filled to offset {position} of {self._topic}[{partition}], which has {begin} to "
-                        f"{end}: "
-                        + (
-                            "the records it lacks were deleted; use an empty buffer, which begins with those left"
-                            if position < begin
-                            else "the topic was created again; use an empty buffer, or the brokers that filled it"
-                        )
-                    )
-            positions = [buffer.position.get(partition) for buffer in self._buffers]
-            known = [position for position in positions if position is not None]
-            starts[partition] = min(known) if len(known) == len(positions) else BEGINNING
-        return starts
+        remedy = "use an empty buffer, which begins with those left"
+        views = [LogView(position=dict(buffer.position)) for buffer in self._buffers]
+        starts = [view.starts(self._topic, bounds, remedy) for view in views]
+        return {partition: min(start[partition] for start in starts) for partition in bounds}

@@ -238,7 +238,7 @@ def test_topics_that_are_others_or_were_pruned_too_far_are_refused() -> None:
     assert writer.begin("rollouts", "id", {0: 10, 1: 0}) == {0: 10, 1: 10}
     with pytest.raises(StateRefused, match="created again"):
         writer.begin("rollouts", "another", {0: 3, 1: 3})
-    with pytest.raises(StateRefused, match=r"rollouts\[0\] begins at offset 11, and is archived up to 10"):
+    with pytest.raises(StateRefused, match=r"rollouts\[0\] begins at offset 11, and was read up to 10"):
         writer.begin("rollouts", "id", {0: 11, 1: 3})
 
 
