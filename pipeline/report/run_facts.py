@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.changed_settings import ChangedSetting, changed_settings
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.run_index import RunIndex, index_file
 from rollstream.pipeline.report.line_chart import Curve
+from rollstream.pipeline.run_settings import ChangedSetting, changed_settings
 from rollstream.topics.errors import DeadlineExceeded, TopicError
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.codec import decode_as

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.consumers.learner.pretrained import tokenizer_of
+from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
+from rollstream.pipeline.run_settings import settings_of
 from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_place
 from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.topics.errors import ConfigurationError, TopicError
@@ -145,11 +146,10 @@ def _text(text: str, style: str = "") -> Any:
 def _token_texts(config: RunConfig, rollout: Rollout) -> Sequence[str]:
     """Return the text of each token; none if this machine lacks the run's tokenizer, or it has fewer tokens."""
     try:
-        tokenizer = tokenizer_of(config.learner)
+        tokenizer = tokenizer_of((settings_of(config) or config).learner)
     except ConfigurationError:
         return ()
-    ids = rollout.tokens.tolist()
-    return [tokenizer.decode([each]) for each in ids] if max(ids, default=0) < tokenizer.vocab_size else ()
+    return token_texts(tokenizer, rollout.tokens.tolist()) or ()
 
 
 def tokens_table(r: Rollout, advantage: float | None, most: int | None, texts: Sequence[str] = ()) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
@@ -150,6 +151,7 @@ def test_a_rollout_is_what_show_and_lineage_print(run: RealRun, planted: Planted
     assert details["row"]["advantage"] == pytest.approx(shown[0]["advantage"])
     assert {row["uid"] for row in details["group"]} == {member["uid"] for member in shown[0]["group"]}
     assert details["lineage"] == command(run, "lineage", "--offset", place)
+    assert details["tokens"]["texts"] == [CharacterTokenizer().decode([each]) for each in details["tokens"]["ids"]]
 
 
 def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> None:

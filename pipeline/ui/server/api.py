@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.pipeline.changed_settings import changed_settings
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.run_index import RolloutFilter
+from rollstream.pipeline.run_settings import changed_settings
 from rollstream.pipeline.ui.server import offset_fates, session_list
 from rollstream.pipeline.ui.server import parameters as given
 from rollstream.pipeline.ui.server.answers import UnusableParameter, answer

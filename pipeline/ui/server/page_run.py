@@ -3,14 +3,18 @@
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
+from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
+from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import irreversible_actions as lasting_changes
 from rollstream.pipeline.control import steering
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
+from rollstream.pipeline.run_settings import settings_of
 from rollstream.pipeline.tools.ledger import live_ledger
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
 from rollstream.pipeline.ui.server.background import Background
@@ -20,6 +24,7 @@ from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.offset_fates import ranges_of
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records.offset_ranges import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
@@ -122,7 +127,21 @@ class PageRun:
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""
-        return await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
+        details = await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
+        tokens = details["tokens"]
+        tokens["texts"] = await self._background.call(lambda: self._token_texts(tokens["ids"]))
+        return details
+
+    def _token_texts(self, ids: list[int]) -> list[str] | None:
+        """Return the text of each token; None if this machine lacks the run's tokenizer."""
+        return None if self._tokenizer is None else token_texts(self._tokenizer, ids)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        try:
+            return tokenizer_of((settings_of(self.config) or self.config).learner)
+        except ConfigurationError:
+            return None
 
     async def offsets(self, fate: str, reason: str | None) -> list[OffsetRange]:
         """Return the ranges of offsets with a fate, according to the newest ledger."""

@@ -1,4 +1,4 @@
-"""Settings with which the processes of a run were started, as far as they differ from the defaults."""
+"""Settings with which the processes of a run were started, and those of them that differ from the defaults."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,17 +20,24 @@ class ChangedSetting(NamedTuple):
     """Empty if there is no default, as for an environment."""
 
 
+def settings_of(config: RunConfig) -> RunConfig | None:
+    """Return the settings that the processes of a run read; None if this machine lacks their file.
+
+    Raises ConfigurationError if a setting of the file is unknown to this release.
+    """
+    file = config.run_dir / "run.toml"
+    return load(file) if file.exists() else None
+
+
 def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
     """Return the changed settings of a run; None if this machine lacks the file that the run's processes read.
 
     Defaults are those of a run with the same name, directory and seed, so that settings derived from these do not count
-    as changed. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises ConfigurationError if a setting
-    of the file is unknown to this release.
+    as changed. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises the errors of `settings_of`.
     """
-    file = config.run_dir / "run.toml"
-    if not file.exists():
+    run = settings_of(config)
+    if run is None:
         return None
-    run = load(file)
     same = [f"run={run.run}", f"data_dir={run.data_dir}", f"seed={run.seed}"]
     defaults = dict(_texts(plain(load(flags=same)))) | {"seed": "0"}
     changed = [

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rollstream.pipeline.changed_settings import ChangedSetting, changed_settings
 from rollstream.pipeline.config import load, to_toml
+from rollstream.pipeline.run_settings import ChangedSetting, changed_settings
 
 
 def test_what_was_changed_is_listed_and_what_follows_from_name_directory_and_seed_is_not(tmp_path: Path) -> None:
