@@ -485,27 +485,6 @@ def test_a_rollout_that_cannot_be_trained_on_is_never_drawn_and_is_on_record_wit
     assert again.uses == plan.uses
 
 
-def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> None:
-    """The record is older than the rule that leaves such rollouts out, so its draws are those of sound rollouts."""
-    log, sound = Log(), Log()
-    sound.append(batch(0), batch(1))
-    log.append(replace(batch(0), temperatures=np.full(ROWS, 1e-40)), batch(1))
-    before, learner = Learner(sound, config()), Learner(log, config())
-    first = before.plan()
-    learner.steps = dict(before.steps)
-    learner.start(0)
-    again = learner.plan()
-    assert first is not None
-    assert again is not None
-    assert again.uses == first.uses
-    log.append(batch(2))
-    second = learner.plan()
-    assert second is not None
-    left = [use for use in second.uses if use.index_offset == 0]
-    assert {use.reason.partition(":")[0] for use in left} == {"left out as temperature"}
-    assert {use.again: use.rows for use in left} == {False: 1, True: 3}
-
-
 def test_a_drained_run_ends_when_no_whole_step_can_draw_rollouts_that_were_never_drawn() -> None:
     log = Log()
     log.append(*(batch(number) for number in range(5)))
@@ -551,13 +530,3 @@ def test_rollouts_that_no_step_draws_before_the_end_are_skipped_on_record(max_sa
             settled.update((use.index_offset, row) for row in use.row_numbers or range(use.rows))
     assert settled == Counter((at, row) for at in log.batches for row in range(ROWS))
     assert {use.code for use in learner.skips[-1]} == ({"ended"} if step_delay < 0 else {"old_step"})
-
-
-def test_rollouts_that_are_stale_at_the_end_are_skipped_on_record() -> None:
-    log = Log()
-    log.append(batch(0), batch(1))
-    learner = Learner(log, config(max_rollout_timestamp_delay=0.0))
-    learner.drained = True
-    assert learner.plan() is None
-    (skips,) = learner.skips
-    assert [(use.batch_id, use.rows, use.code) for use in skips] == [("0-0", 4, "too_old"), ("0-1", 4, "too_old")]
