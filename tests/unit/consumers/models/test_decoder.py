@@ -26,7 +26,7 @@ VARIANTS = {
         tie_word_embeddings=False,
     ),
     "with experts": DecoderConfig(
-        num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+        num_hidden_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
     ),
 }
 WIDTH = 32
@@ -99,28 +99,6 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_whole_sequence(config: 
         np.testing.assert_allclose(np.stack(seen[row]), whole[length - 1 :], atol=2e-6, rtol=1e-5)
 
 
-def test_a_later_token_does_not_change_earlier_logits() -> None:
-    config = DecoderConfig()
-    params = random_params(config)
-    tokens = np.arange(10, dtype=np.int32)
-    changed = tokens.copy()
-    changed[6] = 50
-    before, after = logits_alone(params, config, tokens), logits_alone(params, config, changed)
-    np.testing.assert_array_equal(before[:6], after[:6])
-    assert np.abs(before[6:] - after[6:]).max() > 1e-3
-
-
-def test_moving_a_sequence_as_a_whole_changes_nothing() -> None:
-    """Rotary embeddings depend on distances only."""
-    config = DecoderConfig()
-    params = random_params(config)
-    tokens, segments = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
-    positions = np.arange(8, dtype=np.int32)[None]
-    here = logits_of(params, config, tokens, positions, segments)
-    there = logits_of(params, config, tokens, positions + 100, segments)
-    np.testing.assert_allclose(here, there, atol=2e-5)
-
-
 @variants
 def test_every_parameter_has_a_shape_a_split_and_an_effect(config: DecoderConfig) -> None:
     params = random_params(config)
@@ -153,11 +131,6 @@ def test_a_parameter_is_split_only_where_the_mesh_divides_it() -> None:
     assert split["model.norm.weight"] == ()
     without_tensor = decoder.pspecs({"model.embed_tokens.weight": np.zeros((100, 64))}, {"fsdp": 2})
     assert tuple(without_tensor["model.embed_tokens.weight"]) == (None, "fsdp")
-
-
-def test_the_demo_model_has_105_thousand_parameters() -> None:
-    sizes = [int(np.prod(shape)) for shape in decoder.shapes(DecoderConfig()).values()]
-    assert sum(sizes) == 105_024
 
 
 def test_heads_that_cannot_share_keys_are_refused() -> None:

@@ -233,10 +233,6 @@ def test_what_the_oldest_complete_checkpoint_needs_is_the_oldest_offset_of_its_b
     ("changed", "named"),
     [
         (replace(CONFIG, model=replace(CONFIG.model, hidden_size=32)), "learner.model.hidden_size was 64, is 32"),
-        (
-            replace(CONFIG, model=replace(CONFIG.model, num_hidden_layers=2)),
-            "learner.model.num_hidden_layers was 1, is 2",
-        ),
         (replace(CONFIG, optimizer=OptimizerConfig(name="lion")), "learner.optimizer.name was 'adamw', is 'lion'"),
     ],
 )

@@ -27,7 +27,7 @@ print(json.dumps([device_checksum({"w": jax.device_put(array, NamedSharding(mesh
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (2, 3, 4)])
 def test_it_is_the_definition(dtype: str, shape: tuple[int, ...]) -> None:
     values = jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.float32).astype(dtype)
     params = {"layer.kernel": values, "bias": values}

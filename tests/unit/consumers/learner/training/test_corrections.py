@@ -133,15 +133,6 @@ def test_what_passes_every_bound_is_kept_and_nothing_else() -> None:
     assert 0 < metrics["rejection/geometric_mean"] < 1
 
 
-def test_a_lower_bound_of_zero_rejects_upwards_alone() -> None:
-    config = replace(PLAIN, reject_sequence=(0.0, 1.0))
-    check(
-        config,
-        some_samples(),
-        lambda s: s.advantages[s.mask] * (np.exp((s.learner - s.generator)[s.mask].sum()) <= 1.0),
-    )
-
-
 def test_rejection_leaves_weights_entropy_and_divergence_alone() -> None:
     """Tokens that pass are weighted by importance sampling as before."""
     config = replace(PLAIN, importance_sampling="truncated", importance_level="token", importance_high=1.2)
@@ -197,13 +188,12 @@ def test_the_divergence_in_the_reward_is_taken_from_the_advantage_of_its_token(e
     assert metrics["kl/mean"] == pytest.approx(whole.mean())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_as_part_of_the_return_it_is_summed_to_the_end_of_the_sequence(estimator: str) -> None:
+def test_as_part_of_the_return_it_is_summed_to_the_end_of_the_sequence() -> None:
     """REINFORCE++ (arXiv:2501.03262), equation of the advantage: r - beta times the sum of KL(i) for i = t to T."""
-    config = replace(PLAIN, kl_coefficient=0.3, kl_estimator=estimator, kl_place="return")
+    config = replace(PLAIN, kl_coefficient=0.3, kl_estimator="k1", kl_place="return")
 
     def advantage(sample: Sample) -> NDArray:
-        charged = divergence(estimator, sample)
+        charged = divergence("k1", sample)
         to_go = np.array([charged[t:].sum() for t in range(len(charged))])
         return sample.advantages[sample.mask] - 0.3 * to_go
 
@@ -223,46 +213,6 @@ def test_a_teacher_adds_the_reverse_divergence_to_each_advantage() -> None:
     metrics = check(config, samples, advantage)
     reverse = np.concatenate([(s.learner - s.teacher)[s.mask] for s in samples])
     assert metrics["distillation/kl_mean"] == pytest.approx(reverse.mean())
-
-
-def test_without_a_reward_a_student_becomes_its_teacher() -> None:
-    """Gradient steps on one position's distribution: the divergence from the teacher falls to nothing."""
-    draw = np.random.default_rng(3)
-    teacher = np.log(draw.dirichlet(np.ones(6)))
-    table, config = np.zeros(6), replace(PLAIN, reward_coefficient=0.0, distillation_coefficient=1.0)
-    entries = np.arange(6)
-
-    @jax.jit
-    def gradient(table: jax.Array, sampled: jax.Array) -> jax.Array:
-        def loss(table: jax.Array) -> jax.Array:
-            logprobs = jax.nn.log_softmax(table)[sampled][None]
-            at = jax.numpy.pad(logprobs, ((0, 0), (1, 0)))
-            ones = jax.numpy.ones_like(at).at[:, 0].set(0.0)
-            batch = {
-                "segment_ids": jax.numpy.ones(at.shape, int),
-                "loss_mask": ones,
-                "loss_weights": ones,
-                "advantages": ones * 5.0,
-                "generator_log_probs": jax.lax.stop_gradient(at),
-                "teacher_log_probs": jax.numpy.pad(jax.numpy.asarray(teacher)[sampled][None], ((0, 0), (1, 0))),
-            }
-            ones_of = {"tokens": jax.numpy.float64(len(sampled)), "sequences": jax.numpy.float64(1)}
-            return policy_loss_of(logprobs, jax.numpy.zeros_like(logprobs), config, batch, ones_of)[0]
-
-        return jax.grad(loss)(table)
-
-    def probabilities() -> NDArray:
-        return np.exp(table) / np.exp(table).sum()
-
-    def distance() -> float:
-        return float((probabilities() * (np.log(probabilities()) - teacher)).sum())
-
-    before = distance()
-    with jax.enable_x64(True):
-        for _ in range(150):
-            table = table - 0.3 * np.asarray(gradient(table, draw.choice(entries, size=256, p=probabilities())))
-    assert before > 0.3
-    assert distance() < 0.01
 
 
 def test_settings_that_would_teach_nothing_are_refused() -> None:

@@ -38,12 +38,6 @@ def loss_and_gradient(
     return jax.value_and_grad(of, has_aux=True)(params)
 
 
-@jax.jit
-def gradient_without_bonus(params: decoder.Params, batch: Batch) -> dict[str, jax.Array]:
-    config, ones = LossConfig(entropy_coefficient=0.0), {"tokens": jnp.float32(1), "sequences": jnp.float32(1)}
-    return jax.grad(lambda p: policy_loss(p, MODEL, COMPUTE, config, batch, ones)[0])(params)
-
-
 @pytest.fixture(scope="module")
 def params() -> dict[str, jax.Array]:
     made = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), MODEL)
@@ -146,12 +140,6 @@ def summed(params: decoder.Params, *parts: list[Sample]) -> tuple[dict[str, floa
     return metrics, {name: sum(np.asarray(result[1][name], np.float64) for result in actual) for name in params}
 
 
-def test_the_default_recipe_is_the_one_that_trains_the_demo() -> None:
-    assert CONFIG.name == "ppo_clip"
-    assert (RECIPE.clip_low, RECIPE.clip_high, RECIPE.ratio_cap, RECIPE.entropy_coefficient) == (0.2, 0.28, 2.0, 0.005)
-    assert (RECIPE.reduction, RECIPE.importance_sampling, RECIPE.train_truncated) == ("token_mean", "none", True)
-
-
 def test_the_loss_and_its_metrics_match_the_float64_reference(params: dict[str, jax.Array]) -> None:
     samples = some_samples()
     expected = reference(params, samples)
@@ -176,23 +164,9 @@ def test_the_gradient_is_that_of_the_reference(params: dict[str, jax.Array]) -> 
         assert np.sum(gradient[name] * direction) == pytest.approx((up - down) / (2 * h), rel=0.05, abs=1e-4)
 
 
-def test_splitting_a_step_into_microbatches_changes_nothing(params: dict[str, jax.Array]) -> None:
-    """Only float32 rounding differs: 1e-5 of a metric, 2e-6 of a gradient."""
-    samples = some_samples()
-    metrics, gradient = summed(params, samples)
-    split_metrics, split_gradient = summed(params, *(samples[i : i + 6] for i in range(0, len(samples), 6)))
-    for name in POLICY_METRICS:
-        assert split_metrics[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-7)
-    for name in params:
-        np.testing.assert_allclose(split_gradient[name], gradient[name], atol=2e-6)
-
-
-@pytest.mark.parametrize("rubbish", [-1e30, np.nan])
-def test_padding_and_masked_tokens_have_no_effect_whatever_they_hold(
-    params: dict[str, jax.Array], rubbish: float
-) -> None:
+def test_padding_and_masked_tokens_have_no_effect_whatever_they_hold(params: dict[str, jax.Array]) -> None:
     samples = some_samples(5)
-    [arrays], [dirty_arrays] = microbatches(samples), microbatches(samples, rubbish)
+    [arrays], [dirty_arrays] = microbatches(samples), microbatches(samples, np.nan)
     assert not np.array_equal(arrays["advantages"], dirty_arrays["advantages"])
     (clean, _), clean_gradient = loss_and_gradient(params, arrays, denominators(samples))
     (dirty, _), dirty_gradient = loss_and_gradient(params, dirty_arrays, denominators(samples))
@@ -206,23 +180,6 @@ def test_a_microbatch_of_padding_gives_zero_and_no_nan(params: dict[str, jax.Arr
     assert float(loss) == 0.0
     assert all(float(value) == 0.0 for value in metrics.values())
     assert all(not np.asarray(value).any() for value in gradient.values())
-
-
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "moves"),
-    [(1.0, 1.2, True), (1.0, 1.4, False), (-1.0, 0.9, True), (-1.0, 0.7, False), (-1.0, 1.9, True), (-1.0, 2.1, False)],
-)
-def test_a_token_beyond_its_bound_has_no_gradient(
-    params: dict[str, jax.Array], advantage: float, ratio: float, moves: bool
-) -> None:
-    padded = np.zeros((1, LENGTH), np.int32)
-    padded[0, :2] = tokens = (5, 9)
-    positions = np.arange(LENGTH, dtype=np.int32)[None]
-    logits = logits_of(params, MODEL, padded, positions, np.ones_like(padded))[0, 0]
-    recorded = float(jax.nn.log_softmax(logits)[9]) - np.log(ratio)
-    one = sample(tokens, np.array([False, True]), np.full(2, advantage), np.full(2, recorded))
-    gradient = gradient_without_bonus(params, microbatches([one])[0])
-    assert any(np.asarray(value).any() for value in gradient.values()) is moves
 
 
 def test_the_supervised_loss_is_the_mean_negative_log_probability(params: dict[str, jax.Array]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.training.loss import policy_loss_of
-from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, token_weight
+from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics
 from rollstream.consumers.learner.training.surrogates import SURROGATES
 from rollstream.topics.errors import ConfigurationError
 from tests.support.microbatches import Sample, denominators, microbatch, row_by_row
@@ -296,22 +296,21 @@ def test_every_loss_has_a_recipe_a_surrogate_and_a_reference_here() -> None:
     assert set(SURROGATES) == set(RECIPES) == {*(config.name for config, _ in CASES.values()), "gspo"}
 
 
-@pytest.mark.parametrize(
-    ("reduction", "name"),
-    [
-        (reduction, name)
-        for reduction in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm")
-        for name in ("ppo_clip", "cispo")
-    ],
-)
-def test_a_reduction_weighs_tokens_and_sequences_as_it_says(reduction: str, name: str) -> None:
-    config, per_token = CASES[name]
+@pytest.mark.parametrize("reduction", ["sequence_mean_token_mean", "sequence_mean_token_sum_norm"])
+def test_a_reduction_weighs_tokens_and_sequences_as_it_says(reduction: str) -> None:
+    config, per_token = CASES["cispo"]
     agree(dataclasses.replace(config, reduction=reduction, length_norm=NORM), per_token, some_samples())
 
 
-@pytest.mark.parametrize("recomputed", [True, False])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncated", "masked"])
+@pytest.mark.parametrize(
+    ("mode", "level", "recomputed"),
+    [
+        ("truncated", "token", False),
+        ("masked", "token", True),
+        ("truncated", "sequence", True),
+        ("masked", "geometric", True),
+    ],
+)
 def test_importance_sampling_weighs_the_step_from_generator_to_learner(mode: str, level: str, recomputed: bool) -> None:
     config = LossConfig(importance_sampling=mode, importance_level=level, importance_low=0.8, importance_high=1.25)
     samples = some_samples()
@@ -352,7 +351,7 @@ def test_the_divergence_from_the_reference_is_added_to_the_loss(estimator: str) 
     agree(config, ppo(0.2, 0.2), some_samples())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_divergence_is_measured_wherever_there_is_a_reference(estimator: str) -> None:
     samples = some_samples()
     log_r = np.concatenate([(s.reference - s.learner)[s.mask] for s in samples])
@@ -361,18 +360,6 @@ def test_the_divergence_is_measured_wherever_there_is_a_reference(estimator: str
     assert metrics["kl/mean"] == pytest.approx(divergence.mean(), rel=1e-12)
     _, metrics, _ = found(LossConfig(kl_estimator=estimator), samples, reference=False)
     assert set(metrics) == set(policy_metrics(LossConfig()))
-
-
-def test_k3_estimates_what_k1_does_with_less_variance() -> None:
-    """Over samples of p, both estimates have KL(p || q) as their mean."""
-    draw = np.random.default_rng(0)
-    p, q = (draw.dirichlet(np.ones(6) * 5) for _ in range(2))
-    log_r = np.log(q / p)
-    estimates = {"k1": -log_r, "k3": np.exp(log_r) - 1 - log_r}
-    means = {name: (p * values).sum() for name, values in estimates.items()}
-    assert means["k1"] == pytest.approx((p * np.log(p / q)).sum())
-    assert means["k3"] == pytest.approx(means["k1"])
-    assert (p * estimates["k3"] ** 2).sum() < (p * estimates["k1"] ** 2).sum()
 
 
 def test_a_divergence_wanted_without_a_reference_is_refused() -> None:
@@ -427,12 +414,11 @@ def label(config: LossConfig) -> str:
     return f"{config.name}-{config.recipe.importance_sampling}-{config.recipe.importance_level}"
 
 
-@pytest.mark.parametrize("rubbish", [math.nan, -math.inf])
 @pytest.mark.parametrize("config", EVERY_KIND, ids=label)
-def test_what_stands_where_nothing_is_trained_has_no_effect(config: LossConfig, rubbish: float) -> None:
+def test_what_stands_where_nothing_is_trained_has_no_effect(config: LossConfig) -> None:
     samples = some_samples()
     loss, metrics, gradient = found(config, samples)
-    dirty_loss, dirty_metrics, dirty_gradient = found(config, samples, rubbish=rubbish)
+    dirty_loss, dirty_metrics, dirty_gradient = found(config, samples, rubbish=math.nan)
     assert (dirty_loss, dirty_metrics) == (loss, metrics)
     for clean, dirty in zip(gradient, dirty_gradient, strict=True):
         np.testing.assert_array_equal(dirty, clean)
@@ -445,15 +431,6 @@ def test_rows_without_a_trained_token_add_nothing(config: LossConfig) -> None:
     loss, metrics, gradient = found(config, samples, layout, rubbish=math.nan)
     assert loss == 0.0
     assert not any(metrics.values())
-    assert not np.concatenate(gradient).any()
-
-
-@pytest.mark.parametrize("config", EVERY_KIND, ids=label)
-def test_without_advantages_only_entropy_and_divergence_pull(config: LossConfig) -> None:
-    config = dataclasses.replace(config, entropy_coefficient=0.0, kl_coefficient=0.0)
-    samples = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in some_samples()]
-    loss, _, gradient = found(config, samples)
-    assert loss == 0.0
     assert not np.concatenate(gradient).any()
 
 
@@ -486,44 +463,3 @@ def test_how_a_step_is_split_changes_neither_loss_nor_gradient(
         assert sum(part[1][name] for part in split) == pytest.approx(value, abs=1e-12)
     for index, whole in enumerate(gradient):
         np.testing.assert_allclose(sum(part[2][index] for part in split), whole, atol=1e-12)
-
-
-@pytest.mark.parametrize("config", EVERY_KIND, ids=label)
-def test_every_loss_raises_the_reward_it_is_given(config: LossConfig) -> None:
-    """A policy of one distribution per position, rewarded for the share of positions at which it says 0; a new batch
-    every two updates, so that the second is off-policy."""
-    tokens_of, length, entries = 48, 5, 4
-    draw = np.random.default_rng(1)
-    config = dataclasses.replace(config, kl_coefficient=0.0)
-    table = np.zeros((length, entries))
-    ones = {"tokens": np.float64(tokens_of * (length - 1)), "sequences": np.float64(tokens_of)}
-
-    @jax.jit
-    def gradient(table: jax.Array, sampled: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        def loss(table: jax.Array) -> jax.Array:
-            logprobs = jax.nn.log_softmax(table)[jax.numpy.arange(1, length), sampled[:, 1:]]
-            return policy_loss_of(logprobs, jax.numpy.zeros_like(logprobs), config, batch, ones)[0]
-
-        return jax.grad(loss)(table)
-
-    def probability() -> float:
-        return float(np.exp(table[1:, 0] - np.log(np.exp(table[1:]).sum(axis=1))).mean())
-
-    with jax.enable_x64(True):
-        for _ in range(10):
-            sampled = np.argmax(table + draw.gumbel(size=(tokens_of, length, entries)), axis=-1)
-            rewards = (sampled[:, 1:] == 0).mean(axis=1)
-            logprobs = np.log(np.exp(table) / np.exp(table).sum(axis=1, keepdims=True))[np.arange(length), sampled]
-            mask = np.broadcast_to(np.arange(length) > 0, sampled.shape).astype(float)
-            batch = {
-                "segment_ids": np.ones(sampled.shape, np.int32),
-                "loss_mask": mask,
-                "loss_weights": mask * token_weight(config, length - 1),
-                "advantages": np.broadcast_to(rewards[:, None] - rewards.mean(), sampled.shape),
-                "generator_log_probs": logprobs,
-                "proximal_log_probs": logprobs,
-            }
-            for _ in range(2):
-                change = np.asarray(gradient(table, sampled, batch))
-                table = table - 0.5 * change / max(np.linalg.norm(change), 1e-9)
-    assert probability() > 0.6

@@ -12,7 +12,6 @@ import pytest
 
 from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.optimizer import (
-    decays,
     make_optimizer,
     make_schedule,
     skip_nonfinite,
@@ -113,10 +112,9 @@ def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adam(
     assert singular.max() < 1.3
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_optimizers_go_downhill(name: Any) -> None:
+def test_adafactor_goes_downhill() -> None:
     """The loss is the squared distance from another point."""
-    state, step = compiled(OptimizerConfig(name=name))
+    state, step = compiled(OptimizerConfig(name="adafactor"))
     target, params = drawn(1), drawn(0)
 
     def distance(params: Any) -> float:
@@ -127,15 +125,6 @@ def test_optimizers_go_downhill(name: Any) -> None:
         params, state = step(params, state, {name: 2 * (params[name] - target[name]) for name in SHAPES})
         distances.append(distance(params))
     assert all(later < earlier for earlier, later in pairwise(distances))
-
-
-def test_norms_and_biases_do_not_decay() -> None:
-    assert decays(drawn(0)) == {WEIGHT: True, NORM: False, BIAS: False, EMBEDDING: True}
-    nothing = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.5)
-    actual, _ = run(config, [nothing])
-    for name, value in drawn(0).items():
-        np.testing.assert_allclose(actual[name], value * (0.95 if name in (WEIGHT, EMBEDDING) else 1.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rate", ["cosine", "linear", "constant"])
@@ -186,15 +175,14 @@ def test_the_metrics_say_norm_rate_and_what_was_skipped() -> None:
     assert collected[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_changes_of_a_users_optimizer_that_are_not_finite_are_skipped_and_others_keep_their_bits(bad: float) -> None:
+def test_changes_of_a_users_optimizer_that_are_not_finite_are_skipped_and_others_keep_their_bits() -> None:
     def spoiling(spoils: Any) -> optax.GradientTransformation:
         """Adam, but an update whose gradient `spoils` has a change that is not finite."""
         adam = optax.adam(0.1)
 
         def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             changes, state = adam.update(gradients, state, params)
-            return {**changes, NORM: jax.numpy.where(spoils(gradients), bad, changes[NORM])}, state
+            return {**changes, NORM: jax.numpy.where(spoils(gradients), np.inf, changes[NORM])}, state
 
         return optax.GradientTransformation(adam.init, update)
 
@@ -225,7 +213,7 @@ def test_a_users_schedule_without_a_rate_changes_no_parameter(tmp_path: Path) ->
     assert (int(state.made), int(state.skipped)) == (0, 1)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_least_and_greatest_settings_make_finite_updates(name: Any) -> None:
     """Without gradients, of values whose squares are 0 in float32, and of values whose squares are nearly infinite."""
     bounds = {"beta1": 1 - 1e-7, "beta2": 1 - 1e-7, "epsilon": 1e-30, "max_grad_norm": 0.0}

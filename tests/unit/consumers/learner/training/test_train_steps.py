@@ -14,7 +14,7 @@ from tests.support.mesh_child import CONFIG, rollouts
 
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.long)], ids=["kept", "recomputed"])
 def test_scanned_layers_train_what_unrolled_ones_do_up_to_rounding_under_the_same_names(remat: bool) -> None:
-    deep = replace(CONFIG, minibatches=1, remat=remat, model=replace(CONFIG.model, num_hidden_layers=3))
+    deep = replace(CONFIG, minibatches=1, remat=remat, model=replace(CONFIG.model, num_hidden_layers=2))
     draw = np.random.default_rng(3)
     begun = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes(deep.model).items()}
     unrolled, scanned = (TrainStep(replace(deep, layers=layers)) for layers in ("unrolled", "scanned"))
