@@ -196,7 +196,7 @@ def test_a_deadline_that_cuts_long_answers_off_shows_in_the_counts_of_the_fold()
     """Longer members take more time, so a short deadline drops their groups, which shows in the counts."""
     random = Random(4)
     d = GroupingTestDriver(GroupingConfig(batch_rollouts=8, group_deadline_s=1.0, max_batch_age_s=5.0))
-    for example in range(1_500):
+    for example in range(1_000):
         lengths = [int(random.uniform(10, 200)) for _ in range(2)]
         for member, length in enumerate(lengths):
             if length <= 150:
@@ -208,7 +208,7 @@ def test_a_deadline_that_cuts_long_answers_off_shows_in_the_counts_of_the_fold()
                 tokens = np.zeros(length, "<i4")
                 d.pipe(example_rollout(f"{example}-{member}", float(member), example_id=str(example), tokens=tokens))
     selected = selections(task_state.restored_state(d.journal).counts)["env"]
-    assert selected.lost.rollouts > 500
+    assert selected.lost.rollouts > 330
     assert "length" in selected.alerts()
     assert selected.shift("length") < 0
 

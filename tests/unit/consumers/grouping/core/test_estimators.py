@@ -2,7 +2,6 @@
 
 import math
 import random
-import statistics
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,8 +16,6 @@ from rollstream.consumers.grouping.core.estimators import (
     Outcomes,
     estimator,
     mean,
-    rloo,
-    rloo_normalized,
     standardized,
     without_noise,
 )
@@ -31,8 +28,6 @@ episodes = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 5_000)), min_
 rows = st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0, 5_000)), min_size=1, max_size=16)
 BASED = ("dr_grpo", "grpo", "opo", "reinforce_pp", "rloo", "rloo_normalized")
 """They compare the members of a group."""
-CENTRED = ("rloo", "rloo_normalized", "grpo", "dr_grpo", "reinforce_pp")
-"""Their advantages sum to zero over a group."""
 
 
 def outcomes(rewards: Sequence[float], lengths: Sequence[int] | None = None) -> Outcomes:
@@ -73,6 +68,7 @@ def test_every_estimator_has_an_independent_formula() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@settings(max_examples=settings().max_examples // 2)
 @given(group=episodes)
 def test_an_estimator_agrees_with_its_formula_in_float64(name: str, group: list[tuple[float, int]]) -> None:
     r, n = np.array([g[0] for g in group]), np.array([g[1] for g in group], "<f8")
@@ -113,15 +109,6 @@ def test_an_estimator_on_a_case_computed_by_hand(name: str, values: list[float],
     assert within(name, values) == pytest.approx(expected, rel=1e-7)
 
 
-def test_the_optimal_baseline_on_cases_computed_by_hand() -> None:
-    # (30 * 1 + 10 * 0) / 40 = 3/4
-    assert within("opo", [1, 0], [30, 10]) == pytest.approx([0.25, -0.75])
-    # (100 * 1 + 50 * 0 + 50 * 2) / 200 = 1
-    assert within("opo", [1, 0, 2], [100, 50, 50]) == pytest.approx([0, -1, 1])
-    # Nothing was sampled, so the baseline is the plain mean.
-    assert within("opo", [1, 0], [0, 0]) == pytest.approx([0.5, -0.5])
-
-
 def test_normalising_over_a_batch_on_cases_computed_by_hand() -> None:
     assert standardized([1, -1], [5, 5]) == pytest.approx([1, -1])
     # Three tokens at 1 and one at -1: mean 1/2, variance 3/4.
@@ -131,8 +118,7 @@ def test_normalising_over_a_batch_on_cases_computed_by_hand() -> None:
     assert standardized([0.3, -0.2], [0, 0]) == [0.3, -0.2]
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
-@given(group=episodes, data=st.data())
+@given(name=st.sampled_from(sorted(ESTIMATORS)), group=episodes, data=st.data())
 def test_a_member_s_advantage_does_not_depend_on_the_order_of_the_others(
     name: str, group: list[tuple[float, int]], data: st.DataObject
 ) -> None:
@@ -150,43 +136,6 @@ def test_normalising_over_a_batch_does_not_depend_on_the_order_of_rows(
     order = data.draw(st.permutations(range(len(batch))))
     before = standardized([b[0] for b in batch], [b[1] for b in batch])
     assert standardized([batch[i][0] for i in order], [batch[i][1] for i in order]) == [before[i] for i in order]
-
-
-grid = st.lists(st.tuples(st.integers(-50, 50).map(lambda n: n / 4), st.integers(1, 5_000)), min_size=2, max_size=16)
-
-
-@pytest.mark.parametrize("name", BASED)
-@given(group=grid, shift=st.integers(-1_000, 1_000))
-def test_adding_the_same_to_every_reward_changes_no_advantage(
-    name: str, group: list[tuple[float, int]], shift: int
-) -> None:
-    rewards, lengths = [g[0] for g in group], [g[1] for g in group]
-    shifted = within(name, [r + shift for r in rewards], lengths)
-    assert shifted == pytest.approx(within(name, rewards, lengths), rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", BASED)
-@given(group=grid)
-def test_advantages_sum_to_zero_over_a_group_and_for_opo_over_its_tokens(
-    name: str, group: list[tuple[float, int]]
-) -> None:
-    rewards, lengths = [g[0] for g in group], [g[1] for g in group]
-    weights = [1] * len(group) if name in CENTRED else lengths
-    total = math.fsum(w * a for w, a in zip(weights, within(name, rewards, lengths), strict=True))
-    assert total == pytest.approx(0, abs=1e-9 * sum(weights) * max(map(abs, rewards), default=0) + 1e-9)
-    assert {*CENTRED, "opo"} == set(BASED)
-
-
-@given(group=grid)
-def test_advantages_normalised_over_a_batch_have_mean_zero_and_deviation_one_over_tokens(
-    group: list[tuple[float, int]],
-) -> None:
-    values, weights = [g[0] for g in group], [g[1] for g in group]
-    normal = standardized(values, weights)
-    total = sum(weights)
-    assert math.fsum(w * a for w, a in zip(weights, normal, strict=True)) / total == pytest.approx(0, abs=1e-9)
-    squares = math.fsum(w * a * a for w, a in zip(weights, normal, strict=True)) / total
-    assert squares == pytest.approx(1 if max(values) > min(values) else 0)
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -208,27 +157,6 @@ def test_the_mean_of_equal_rewards_is_that_reward(value: float, count: int) -> N
 
 
 # ---------------------------------------------------------------------- the trap
-
-
-def by_deviation_of_the_others(rewards: Sequence[float]) -> list[float]:
-    """The wrong normalisation: rloo over the standard deviation of the other members, if they have one."""
-    advantages = []
-    for i, advantage in enumerate(rloo(outcomes(rewards))):
-        deviation = statistics.pstdev([*rewards[:i], *rewards[i + 1 :]])
-        advantages.append(advantage / deviation if deviation > 1e-8 else advantage)
-    return advantages
-
-
-def test_dividing_by_the_deviation_of_the_others_pays_a_lone_success_less_than_each_of_two() -> None:
-    alone, two = [1.0] + [0.0] * 7, [1.0] * 2 + [0.0] * 6
-    assert by_deviation_of_the_others(alone)[0] == 1.0
-    assert by_deviation_of_the_others(two)[0] == pytest.approx(2.45, abs=0.005)
-
-
-def test_dividing_by_the_deviation_of_the_whole_group_keeps_two_successes_below_a_lone_one() -> None:
-    alone = rloo_normalized(outcomes([1, 0, 0, 0, 0, 0, 0, 0]))[0]
-    two = rloo_normalized(outcomes([1, 1, 0, 0, 0, 0, 0, 0]))[0]
-    assert alone > two > 0
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -290,28 +218,13 @@ def test_groups_of_equal_rewards_are_kept_if_the_configuration_says_so() -> None
         assert [batch.advantages.tolist() for batch in driver.batches] == [[0.0] * 8] * keeps
 
 
-def test_only_groups_sealed_under_an_estimator_with_a_second_stage_are_normalised() -> None:
-    driver = GroupingTestDriver(GroupingConfig(batch_rollouts=6, estimator="rloo"))
-    for example_id, reward in (("0", 1.0), ("1", 1.0), ("2", 3.0)):
-        if example_id == "1":
-            driver.configure(GroupingConfig(batch_rollouts=6, estimator="reinforce_pp"))
-        for i in range(2):
-            driver.pipe(example_rollout(f"{example_id}{i}", reward * i, example_id=example_id))
-    (batch,) = driver.batches
-    first, *normalised = batch.advantages.reshape(6, 4)[:, 0].reshape(3, 2).tolist()
-    assert first == [-1.0, 1.0]
-    scale = math.sqrt((0.25 + 2.25) / 2)
-    assert np.ravel(normalised).tolist() == pytest.approx([-0.5 / scale, 0.5 / scale, -1.5 / scale, 1.5 / scale])
-
-
 def test_an_unknown_estimator_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="estimators are rloo, rloo_normalized, grpo, dr_grpo, opo"):
         estimator("ppo")
 
 
-@pytest.mark.parametrize("name", BASED)
-@settings(max_examples=settings().max_examples // 5)
 @given(
+    name=st.sampled_from(BASED),
     items=st.lists(st.floats(2**-7, 1.0, width=32), min_size=2, max_size=24),
     orders=st.lists(st.randoms(use_true_random=False), min_size=2, max_size=8),
     scale=st.sampled_from((1.0, -1.0, 1e7)),

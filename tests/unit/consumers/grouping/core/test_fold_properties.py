@@ -83,21 +83,19 @@ def finished(record: JournalRecord) -> list[tuple[str, int]]:
 
 @settings(max_examples=EXAMPLES // 2)
 @given(log=logs)
-def test_cuts_into_transactions_and_snapshots_change_nothing(log: Log) -> None:
-    cut = [act if act != "crash" else "commit" for act in log.then]
-    assert outcome(fold(log, cut)) == outcome(uncut(log))
-
-
-@settings(max_examples=EXAMPLES // 4)
-@given(log=logs)
-def test_crashes_and_restores_change_nothing(log: Log) -> None:
+def test_transactions_and_crashes_change_nothing_and_every_record_has_one_fate(log: Log) -> None:
     expected = outcome(uncut(log))
     reasons = {drop.reason for drop in expected.drops}
     for reason in reasons:
         event(reason)
     event("batches" if expected.batches else "no batches")
     target(float(len(reasons) + len(expected.batches)), label="drop reasons and batches")
-    assert outcome(fold(log)) == expected
+    driver = fold(log)
+    assert outcome(driver) == expected
+    check_fates(driver)
+    check_counts(driver)
+    check_batches(driver)
+    check_configurations(driver, log)
 
 
 @settings(max_examples=EXAMPLES // 2)
@@ -135,10 +133,8 @@ def test_logs_of_these_tables_meet_every_fate() -> None:
     pytest.fail(f"no log met {missing}")
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(log=logs)
-def test_every_offset_read_is_in_exactly_one_place_after_every_transaction(log: Log) -> None:
-    driver = fold(log)
+def check_fates(driver: GroupingTestDriver) -> None:
+    """Every offset read is in exactly one place after every transaction."""
     journal = driver.journal
     offsets = [record.offset for record in driver.log]
     fates: Counter[int] = Counter()
@@ -159,10 +155,8 @@ def test_every_offset_read_is_in_exactly_one_place_after_every_transaction(log: 
             assert set(from_ranges(record.unfinished)) == unfinished
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(log=logs)
-def test_journal_counts_add_up_to_the_records_of_the_log(log: Log) -> None:
-    driver = fold(log)
+def check_counts(driver: GroupingTestDriver) -> None:
+    """The counts of the journal add up to the records of the log."""
     by_offset = {record.offset: decoded(record.value) for record in driver.log}
     counts: Counter[tuple[str, str]] = Counter()
     dropped: dict[int, str] = {}
@@ -206,10 +200,8 @@ def environment(record: Any) -> str:
     return getattr(record, "environment", "")
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(log=logs)
-def test_batches_hold_each_rollout_once_with_its_own_tokens(log: Log) -> None:
-    driver = fold(log)
+def check_batches(driver: GroupingTestDriver) -> None:
+    """Batches hold each rollout once, with its own tokens, within the sizes that are counted."""
     by_offset = {record.offset: decoded(record.value) for record in driver.log}
     seen: set[int] = set()
     for number, batch in enumerate(driver.batches):
@@ -231,15 +223,14 @@ def test_batches_hold_each_rollout_once_with_its_own_tokens(log: Log) -> None:
         assert len(codec.encode(batch)) <= most + 512
 
 
-@settings(max_examples=EXAMPLES // 2)
-@given(log=logs)
-def test_a_batch_is_cut_by_the_configuration_that_the_log_put_in_force(log: Log) -> None:
+def check_configurations(driver: GroupingTestDriver, log: Log) -> None:
+    """A batch is cut by the configuration that the log put in force."""
     configurations = {log.config.generation: [log.config]}
     for step in log.events:
         if isinstance(step.what, Marked) and step.what.config is not None:
             configurations.setdefault(step.what.config.generation, []).append(step.what.config)
     generation = log.config.generation
-    for batch in fold(log).batches:
+    for batch in driver.batches:
         assert batch.generation >= generation
         generation = batch.generation
         makers = {(c.core_version, c.maker) for c in configurations[generation]}

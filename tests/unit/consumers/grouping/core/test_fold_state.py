@@ -13,9 +13,9 @@ from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records import Mark, NamedArray, same
+from rollstream.topics.records import Mark, NamedArray
 from rollstream.topics.wire.rl_examples import REFERENCE, batch_digest
-from tests.support.pairs import driver, pair, reasons, uids
+from tests.support.pairs import driver, pair
 
 # ---------------------------------------------------------------------- configuration marks
 
@@ -68,113 +68,7 @@ def test_a_configuration_that_no_code_can_run_changes_nothing(text: str) -> None
     assert len(d.batches) == 1
 
 
-def test_a_configuration_applies_to_groups_sealed_before() -> None:
-    d = driver(batch_rollouts=100)
-    pair(d)
-    d.configure(GroupingConfig(batch_rollouts=100, exclude_environments=("env",)))
-    assert set(reasons(d).values()) == {"excluded"}
-
-
-def test_a_smaller_batch_size_cuts_the_groups_that_wait() -> None:
-    d = driver(batch_rollouts=100)
-    pair(d)
-    d.configure(GroupingConfig(batch_rollouts=2))
-    assert uids(d) == [("0a", "0b")]
-
-
-def test_a_smaller_batch_in_bytes_keeps_the_order_of_groups() -> None:
-    d = driver(batch_rollouts=100)
-    for example_id in "012":
-        pair(d, example_id)
-    d.configure(GroupingConfig(batch_rollouts=100, batch_bytes=500))
-    d.drain()
-    assert uids(d) == [("0a", "0b"), ("1a", "1b"), ("2a", "2b")]
-
-
-def test_a_longer_age_limit_holds_for_groups_already_sealed() -> None:
-    d = driver(batch_rollouts=100, max_age_s=5.0, max_batch_age_s=1_000.0)
-    pair(d)
-    d.configure(GroupingConfig(batch_rollouts=100, max_age_s=10.0, max_batch_age_s=1_000.0))
-    d.advance(10_000)
-    assert d.drops == []
-    d.advance(1)
-    assert set(reasons(d).values()) == {"too_old"}
-
-
-def test_a_shorter_age_limit_holds_for_groups_already_sealed() -> None:
-    d = driver(batch_rollouts=100, max_batch_age_s=1_000.0)
-    pair(d)
-    d.configure(GroupingConfig(batch_rollouts=100, max_age_s=5.0, max_batch_age_s=1_000.0))
-    assert d.fold.next_deadline_ms == 5_001
-    d.advance(5_001)
-    assert set(reasons(d).values()) == {"too_old"}
-
-
-def test_a_group_larger_than_a_lowered_batch_bytes_is_too_large() -> None:
-    d = driver(batch_rollouts=100)
-    pair(d, tokens=np.zeros(100, "<i4"))
-    d.configure(GroupingConfig(batch_rollouts=100, batch_bytes=500))
-    assert set(reasons(d).values()) == {"too_large"}
-
-
-def test_a_horizon_shortened_and_lengthened_again_brings_nothing_back_after_a_crash() -> None:
-    d = driver(horizon_s=100.0)
-    pair(d)
-    d.advance(50_000)
-    d.configure(GroupingConfig(batch_rollouts=2, horizon_s=1.0))
-    d.configure(GroupingConfig(batch_rollouts=2, horizon_s=100.0))
-    d.commit()
-    d.crash_and_restore()
-    d.pipe(example_rollout("0a", 1.0))
-    assert d.drops == []
-    assert d.fold.open_groups == 1
-
-
 # ---------------------------------------------------------------------- crashes
-
-
-def test_uncommitted_effects_are_repeated_after_a_crash() -> None:
-    d = driver()
-    pair(d)
-    before = d.fold.prepare_commit()
-    d.crash_and_restore()
-    (batch,) = d.batches
-    assert same(batch, before.batches[0])
-
-
-def test_a_group_open_at_a_crash_completes_after_it() -> None:
-    d = driver()
-    d.pipe(example_rollout("a", 1.0))
-    d.commit()
-    d.crash_and_restore()
-    assert d.fold.in_flight == 1
-    d.pipe(example_rollout("b", 0.0))
-    assert uids(d) == [("a", "b")]
-
-
-def test_a_group_kept_while_superseding_was_off_is_kept_after_a_crash() -> None:
-    d = driver(policy_version=2, drop_superseded=True, batch_rollouts=100)
-    pair(d, policy_version=1)
-    d.configure(GroupingConfig(batch_rollouts=100))
-    d.pipe(example_rollout("x", 1.0, policy_version=2))
-    d.pipe(example_rollout("y", 1.0, policy_version=2))
-    assert {drop.reason for drop in d.drops} == {"zero_variance"}
-    d.crash_and_restore()
-    d.drain()
-    assert [group.policy_version for group in d.batches[0].groups] == [1]
-
-
-def test_a_group_that_opens_again_after_it_was_forgotten_is_restored_from_any_journal() -> None:
-    d = driver(horizon_s=1.0)
-    pair(d)
-    d.advance(1_001)
-    d.pipe(example_rollout("0a", 1.0))
-    restored = task_state.restored_state(d.journal)
-    assert restored.finished_groups == ()
-    fold = Fold(restored)
-    fold.replay(d.log[-1])
-    fold.resume()
-    assert fold.in_flight == 1
 
 
 def test_reading_an_offset_twice_is_refused() -> None:

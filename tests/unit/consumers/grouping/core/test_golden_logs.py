@@ -23,8 +23,8 @@ from tests.faults.model import GIVEN, NotModelled, refold
 from tests.strategies import Arrival, Log, Marked, Poison
 
 DIGESTS = Path(__file__).with_name("golden_logs.json")
-LOGS = 200
-MODELLED = 120
+LOGS = 140
+MODELLED = 80
 STEPS = 40
 KNOWN_SETTINGS = {
     "maker": "fifo",

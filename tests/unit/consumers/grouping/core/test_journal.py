@@ -1,7 +1,6 @@
 """The journal: sums keep their bits, counts and records stay small, and commits point to the records they need."""
 
 import math
-import statistics
 import threading
 from dataclasses import replace
 from random import Random
@@ -348,17 +347,6 @@ def test_the_remembered_journal_offsets_are_few_and_never_too_new(spans: list[tu
         # At most one second more than necessary is read again.
         assert all(last >= now - horizon - 1_000 for last, at in written if at >= metadata.oldest)
         assert len(pointers.horizon) <= horizon // 1_000 + 2
-
-
-def test_means_and_deviations_follow_from_the_sums() -> None:
-    d = driver()
-    rewards = [number / 7 for number in range(20)]
-    for number in range(0, 20, 2):
-        scored(d, str(number), *rewards[number : number + 2])
-    count = sums(d)["env", "batched"]
-    assert count.reward / count.measured == pytest.approx(statistics.mean(rewards))
-    spread = count.reward_squared / count.measured - (count.reward / count.measured) ** 2
-    assert spread == pytest.approx(statistics.pvariance(rewards))
 
 
 def test_a_record_limit_below_the_needs_of_the_journal_is_refused() -> None:

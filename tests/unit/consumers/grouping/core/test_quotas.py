@@ -1,7 +1,5 @@
 """An environment beyond its quotas loses its own groups, oldest first; no other environment loses any."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,28 +31,6 @@ def test_the_oldest_open_group_of_the_environment_goes_first() -> None:
     open_group(d, "noisy", "4")
     assert reasons(d) == {1: "quota", 2: "quota", 3: "quota"}
     assert d.fold.open_groups == 3
-
-
-def test_a_group_that_completes_counts_no_more() -> None:
-    d = driver(quotas=("env:open_groups=1",), batch_rollouts=100)
-    for example_id in "abc":
-        for uid, reward in (("1", 1.0), ("2", 0.0)):
-            d.pipe(example_rollout(example_id + uid, reward, example_id=example_id))
-    assert reasons(d) == {}
-    d.drain()
-    assert len(d.batches[0].rewards) == 6
-
-
-def test_memory_of_an_environment_is_that_of_all_its_groups() -> None:
-    d = driver(batch_rollouts=100)
-    open_group(d, "noisy", "0")
-    size = d.fold.held_bytes
-    d = driver(quotas=(f"noisy:held_bytes={3 * size}",), batch_rollouts=100)
-    open_group(d, "quiet", "first")
-    for number in range(5):
-        open_group(d, "noisy", str(number))
-    assert set(reasons(d).values()) == {"quota"}
-    assert sorted(reasons(d)) == [1, 2]
 
 
 @given(
@@ -107,25 +83,6 @@ def test_an_environment_may_write_at_its_rate_and_what_a_minute_allows_at_once()
     assert [offset for offset in reasons(d) if offset >= 130] == [133]
 
 
-def test_a_group_whose_member_exceeds_the_rate_is_dropped_whole() -> None:
-    d = driver(quotas=("env:rollouts_per_s=1",), batch_rollouts=100)
-    for number in range(59):
-        open_group(d, "env", str(number))
-    first = d.pipe(example_rollout("first", 1.0, example_id="x", group_size=3))
-    second = d.pipe(example_rollout("second", 0.0, example_id="x", group_size=3))
-    third = d.pipe(example_rollout("third", 0.0, example_id="x", group_size=3))
-    assert reasons(d) == {first: "quota", second: "quota", third: "late"}
-
-
-def test_bytes_are_those_of_the_records() -> None:
-    size = len(encode(example_rollout("0", 1.0, environment="noisy", example_id="0")))
-    d = driver(quotas=(f"noisy:bytes_per_s={size // 10}",))
-    for number in range(9):
-        open_group(d, "noisy", str(number))
-        open_group(d, "quiet", str(number))
-    assert reasons(d) == dict.fromkeys((10, 12, 14, 16), "quota")
-
-
 def test_the_prefix_of_a_registry_does_not_count() -> None:
     rollouts = [example_rollout(uid, reward) for uid, reward in (("1" * 25, 1.0), ("2" * 25, 0.0))]
     values = [encode(rollout) for rollout in rollouts]
@@ -165,19 +122,6 @@ def test_a_crash_anywhere_changes_no_level(records: list[tuple[str, int, bool]],
             crashed.crash_and_restore()
     assert whole.commit().rates == crashed.commit().rates
     assert reasons(whole) == reasons(crashed)
-
-
-def test_levels_of_environments_without_a_quota_are_forgotten() -> None:
-    d = driver(quotas=("a:rollouts_per_s=1", "b:rollouts_per_s=1"))
-    for environment in "abc":
-        open_group(d, environment, "0")
-    assert [level.environment for level in d.commit().rates] == ["a", "b"]
-    d.configure(replace(d.fold.config, quotas=("b:rollouts_per_s=1", "b:bytes_per_s=1000000")))
-    assert [level.environment for level in d.commit().rates] == ["b"]
-    open_group(d, "b", "1")
-    assert reasons(d) == {}
-    d.configure(replace(d.fold.config, quotas=("a:rollouts_per_s=1",)))
-    assert d.commit().rates == ()
 
 
 def test_few_environments_have_rates() -> None:

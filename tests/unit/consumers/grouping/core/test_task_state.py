@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
+from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.deadlines import DeadlineKind, Deadlines
-from rollstream.consumers.grouping.core.finished_groups import FinishedGroups
-from rollstream.consumers.grouping.core.groups import Group, GroupKey, Stage
+from rollstream.consumers.grouping.core.groups import Group, GroupKey
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from tests.support.pairs import driver, pair
@@ -97,41 +96,8 @@ def test_ranges_of_offsets_may_overlap(ranges: list[tuple[int, int, int]]) -> No
         assert {o for o in range(50) if config.excludes_offset(partition, o)} == named
 
 
-def test_seconds_become_at_least_one_whole_millisecond() -> None:
-    assert [milliseconds(s) for s in (0.3, 1.0, 1e-9, 0.0)] == [300, 1000, 1, 0]
-
-
 def group(offset: int) -> Group:
     return Group(GroupKey("env", str(offset), 0, ""), offset, 0, 2)
-
-
-def test_deadlines_fall_due_in_order_of_time_kind_and_offset() -> None:
-    deadlines = Deadlines()
-    entries = [
-        (5, DeadlineKind.OPEN, 3),
-        (5, DeadlineKind.OPEN, 1),
-        (4, DeadlineKind.OPEN, 9),
-        (6, DeadlineKind.OPEN, 0),
-    ]
-    for due_ms, kind, offset in entries:
-        deadlines.add(due_ms, kind, group(offset))
-    assert deadlines.pop(3) is None
-    assert deadlines.next_ms == 4
-    popped = []
-    while (due := deadlines.pop(5)) is not None:
-        popped.append(due[1].opened_offset)
-    assert popped == [9, 1, 3]
-    assert deadlines.next_ms == 6
-
-
-def test_deadlines_of_groups_that_moved_on_do_not_fall_due() -> None:
-    deadlines = Deadlines()
-    sealed, over = group(0), group(1)
-    for each in (sealed, over):
-        deadlines.add(5, DeadlineKind.OPEN, each)
-    sealed.stage = Stage.OFFERED
-    deadlines.forget(over)
-    assert deadlines.next_ms is None
 
 
 def test_deadlines_of_finished_groups_are_removed() -> None:
@@ -141,21 +107,3 @@ def test_deadlines_of_finished_groups_are_removed() -> None:
         deadlines.add(random.randint(1, 10**6), DeadlineKind.OPEN, each)
         deadlines.forget(each)
     assert len(deadlines) < 100
-
-
-def test_finished_groups_are_forgotten_for_good() -> None:
-    finished = FinishedGroups(-1)
-    key = GroupKey("env", "0", 3, "")
-    finished.add(key, 10)
-    finished.add_sealed(key, 9)
-    finished.forget_before(9)
-    assert key in finished
-    assert finished.newest_sealed("env", "0") == 3
-    finished.forget_before(10)
-    assert key in finished
-    assert finished.newest_sealed("env", "0") == -1
-    finished.forget_before(11)
-    assert key not in finished
-    finished.forget_before(0)
-    assert finished.since_ms == 11
-    assert len(finished) == 0

@@ -71,15 +71,6 @@ def test_a_maker_is_given_the_members_of_a_group_in_a_row_when_it_seals() -> Non
     assert Recorder.last.calls == [("a", 1.0, group), ("b", -1.0, group), 3]
 
 
-def test_a_maker_is_asked_for_all_it_holds_when_a_batch_is_overdue() -> None:
-    d = driver_of(Recorder, batch_rollouts=100, max_batch_age_s=1.0)
-    pair(d)
-    Recorder.last.calls.clear()
-    d.advance(1_000)
-    assert Recorder.last.calls == [2]
-    assert uids(d) == [("0a", "0b")]
-
-
 def test_a_maker_has_the_partition_the_seed_and_the_number_of_the_next_batch() -> None:
     d = driver_of(Recorder, seed=5, batch_bytes=10_000)
     assert Recorder.last.context == MakerContext(partition=0, seed=5, batch_bytes=10_000)
@@ -222,18 +213,6 @@ def test_a_discarded_rollout_is_dropped_with_the_makers_reason_when_its_group_fi
     assert reasons(d) == {1: "not mine", 3: "not mine"}
 
 
-def test_a_group_dropped_in_part_keeps_the_fate_of_its_delivered_members() -> None:
-    d = driver_of(ReservoirBatchMaker, batch_rollouts=3, max_policy_lag=10)
-    pair(d, "0")
-    pair(d, "1")
-    (batch,) = d.batches
-    assert d.fold.in_flight == 2
-    d.publish_policy_version(11)
-    left = set(range(4)) - set(batch.source_offsets.tolist())
-    assert reasons(d) == dict.fromkeys(left, "stale_version")
-    assert d.fold.in_flight == 0
-
-
 def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_crash() -> None:
     d = driver_of(ReservoirBatchMaker, batch_rollouts=3)
     pair(d, "0")
@@ -260,23 +239,6 @@ def test_advantages_of_members_delivered_after_a_crash_are_those_of_the_whole_gr
         return [(batch.digest, *batch.uids) for batch in d.batches]
 
     assert batches(crash=True) == batches(crash=False)
-
-
-def test_a_discarded_rollout_has_its_fate_before_its_group_is_dropped() -> None:
-    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Picky})
-    pair(d)
-    d.configure(GroupingConfig(maker="mine", batch_rollouts=100, exclude_environments=("env",)))
-    assert reasons(d) == {0: "excluded", 1: "not mine"}
-
-
-def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
-    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100, max_policy_lag=1), policy_version=2)
-    pair(d, "0", policy_version=2)
-    pair(d, "1", policy_version=1)
-    pair(d, "2", policy_version=2)
-    d.publish_policy_version(3)
-    d.drain()
-    assert uids(d) == [("0a", "0b", "2a", "2b")]
 
 
 def test_no_rollout_is_kept_in_memory_once_its_group_finished() -> None:
@@ -334,14 +296,6 @@ class Nothing(BatchMaker):
     def take_discarded(self) -> list[tuple[Source, str]]:
         taken, self._gone = self._gone, []
         return taken
-
-
-def test_a_group_discarded_whole_and_then_excluded_finishes_once() -> None:
-    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Nothing})
-    pair(d)
-    d.configure(GroupingConfig(maker="mine", exclude_environments=("env",)))
-    assert reasons(d) == {0: "no use", 1: "no use"}
-    assert len(d.journal[-1].finished_groups) == 1
 
 
 def test_a_group_discarded_whole_finishes_at_once() -> None:

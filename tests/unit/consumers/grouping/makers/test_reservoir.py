@@ -1,24 +1,19 @@
-"""The reservoir: what it draws and keeps, and known defects of such makers, each as a variant that has the defect.
-
-A variant is a plausible but wrong way to write the maker; the same log shows the defect in the variant, not in ours.
-"""
+"""The reservoir: what it draws and keeps, and logs that show known defects of such makers."""
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
-from rollstream.consumers.grouping.core.estimators import Outcomes, rloo
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker, draws
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import Rollout
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import RLExample, Source
@@ -167,101 +162,7 @@ def test_a_rollout_costs_the_same_with_a_hundred_times_as_many_held() -> None:
     assert many < 3 * few
 
 
-# ---------------------------------------------------------------------- defects, and variants that have them
-
-
-class ReappendsTheGroup(FifoBatchMaker):
-    """Computes advantages again for each member, and adds the whole group to the reservoir again."""
-
-    def __init__(self, context: MakerContext) -> None:
-        super().__init__(context)
-        self.entries: list[float] = []
-        self._rewards: list[float] = []
-        ReappendsTheGroup.last = self
-
-    last: "ReappendsTheGroup"
-
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        super().add_rollout(example, group)
-        self._rewards.append(group.rewards[len(self._rewards)])
-        lengths = (1,) * len(self._rewards)
-        advantages = rloo(Outcomes(rewards=tuple(self._rewards), lengths=lengths))
-        self.entries += [advantage for advantage in advantages if advantage]
-
-
-def test_eight_members_added_one_by_one_are_eight_entries_and_not_thirty_five() -> None:
-    rewards = [1.0, 0.0] * 4
-    wrong = driver(ReappendsTheGroup)
-    group(wrong, rewards)
-    assert len(ReappendsTheGroup.last.entries) == 35
-    d = driver()
-    group(d, rewards)
-    d.drain()
-    assert delivered(d) == [f"0-{i}" for i in range(8)]
-
-
-class ComparesVersionsAsText(ReservoirBatchMaker):
-    """Keeps the version that sorts last as text."""
-
-    latest_version_only = False
-    key: Callable[[int], Any] = staticmethod(str)
-
-    def __init__(self, context: MakerContext) -> None:
-        super().__init__(context)
-        self._newest: dict[str, int] = {}
-
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        newest = self._newest.setdefault(group.example_id, group.policy_version)
-        if type(self).key(group.policy_version) < type(self).key(newest):
-            self._discarded.append((example.source, "superseded_version"))
-            return
-        self._newest[group.example_id] = group.policy_version
-        super().add_rollout(example, group)
-
-
-def versions(d: GroupingTestDriver) -> list[int]:
-    d.drain()
-    return [group.policy_version for batch in d.batches for group in batch.groups]
-
-
-def test_version_10_is_newer_than_version_9() -> None:
-    wrong, d = (driver(m, policy_version=10) for m in (ComparesVersionsAsText, ReservoirBatchMaker))
-    for each in (wrong, d):
-        pair(each, policy_version=9)
-        pair(each, policy_version=10)
-    assert versions(wrong) == [9]
-    assert versions(d) == [10]
-    assert set(reasons(d).values()) == {"superseded_version"}
-
-
-class ForgetsOldVersions(ReservoirBatchMaker):
-    """Keeps groups of the newest version in a table, and ignores the error when a late version is looked up."""
-
-    latest_version_only = False
-
-    def __init__(self, context: MakerContext) -> None:
-        super().__init__(context)
-        self._table: dict[str, dict[int, list[RLExample]]] = {}
-
-    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        table = self._table.setdefault(group.example_id, {group.policy_version: []})
-        if group.policy_version > max(table):
-            table = self._table[group.example_id] = {group.policy_version: []}
-        try:
-            table[group.policy_version].append(example)
-        except KeyError:
-            return
-        super().add_rollout(example, group)
-
-
-def test_a_late_rollout_of_an_old_version_is_dropped() -> None:
-    wrong, d = (driver(m, policy_version=2) for m in (ForgetsOldVersions, ReservoirBatchMaker))
-    for each in (wrong, d):
-        pair(each, policy_version=2)
-    with pytest.raises(StateRefused, match="neither delivered nor reported"):
-        pair(wrong, policy_version=1)
-    pair(d, policy_version=1)
-    assert reasons(d) == {2: "superseded_version", 3: "superseded_version"}
+# ---------------------------------------------------------------------- known defects of such makers
 
 
 def test_a_late_rollout_of_an_old_version_is_dropped_also_when_the_newer_one_was_delivered() -> None:
@@ -272,22 +173,6 @@ def test_a_late_rollout_of_an_old_version_is_dropped_also_when_the_newer_one_was
     d.crash_and_restore()
     pair(d, policy_version=1)
     assert reasons(d) == {2: "superseded_version", 3: "superseded_version"}
-
-
-class KeepsSuperseded(ReservoirBatchMaker):
-    """Adds newer versions and leaves the older ones in the reservoir."""
-
-    latest_version_only = False
-
-
-def test_superseded_examples_leave_the_reservoir() -> None:
-    wrong, d = (driver(m, policy_version=2) for m in (KeepsSuperseded, ReservoirBatchMaker))
-    for each in (wrong, d):
-        pair(each, policy_version=1)
-        pair(each, policy_version=2)
-    assert sorted(versions(wrong)) == [1, 2]
-    assert versions(d) == [2]
-    assert reasons(d) == {0: "superseded_version", 1: "superseded_version"}
 
 
 def test_a_reservoir_put_in_force_later_drops_groups_superseded_before() -> None:
@@ -327,22 +212,6 @@ def test_groups_of_one_do_not_reach_a_batch() -> None:
     assert reasons(by_default) == {0: "zero_variance"}
 
 
-class NeverDelivers(ReservoirBatchMaker):
-    """Seals groups and never delivers them."""
-
-    def create_batch(self, batch_size: int) -> list[RLExample] | None:
-        return None
-
-
-def test_sealed_rollouts_reach_batches_and_the_others_are_in_flight() -> None:
-    wrong, d = driver(NeverDelivers, batch_rollouts=2), driver(batch_rollouts=2)
-    for each in (wrong, d):
-        pair(each)
-        each.commit()
-    assert (wrong.batches, wrong.fold.in_flight) == ([], 2)
-    assert (len(d.batches), d.fold.in_flight) == (1, 0)
-
-
 def test_delivered_and_dropped_rollouts_leave_nothing_in_memory() -> None:
     before = live(RLExample, Rollout)
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=10**6))
@@ -355,3 +224,12 @@ def test_delivered_and_dropped_rollouts_leave_nothing_in_memory() -> None:
     d.commit()
     assert maker.held == 0
     assert len(live(RLExample, Rollout)) == len(before)
+
+
+def test_the_newest_version_of_an_example_is_kept_and_versions_are_numbers() -> None:
+    d = driver(policy_version=10)
+    for version in (9, 10, 8):
+        pair(d, policy_version=version)
+    d.drain()
+    assert [group.policy_version for batch in d.batches for group in batch.groups] == [10]
+    assert reasons(d) == dict.fromkeys((0, 1, 4, 5), "superseded_version")

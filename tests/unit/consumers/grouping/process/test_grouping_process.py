@@ -2,9 +2,6 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
-
-import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
@@ -14,19 +11,12 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Metrics
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.scheduler import Process
 
 KAFKA = KafkaConfig(bootstrap_servers="model:1")
 GROUPING = GroupingConfig()
 GROUPER = GrouperConfig(metrics_interval_s=1.0)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 TOPICS = ("rollouts", "batches", "batch-index", "journal", "dead-letters", "policies", "control", "metrics")

@@ -1,7 +1,6 @@
 """What a grouping process reads, over a model of Kafka: every record once, and the newest policy version."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from confluent_kafka import TopicPartition
@@ -11,17 +10,10 @@ from rollstream.consumers.grouping.process.grouping_process import GroupingProce
 from rollstream.topics.records import Mark, PolicyManifest, TrainingBatch
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.model_consumer import ModelConsumer
 from tests.simulation.scheduler import Process
 from tests.support.modelled_run import GROUPS_IN_BATCH, KAFKA, MEMBERS, RUN, ModelledRun
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def records(run: ModelledRun, name: str) -> list[object]:
