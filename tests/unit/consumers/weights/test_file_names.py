@@ -11,7 +11,6 @@ from rollstream.topics.errors import ConfigurationError
 RUNS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
 NUMBERS = st.integers(0, 10**12)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
-MIB = 1024 * 1024
 
 
 @given(run=RUNS, version=NUMBERS, chunk=NUMBERS, digest=DIGESTS, root=st.sampled_from(["/weights", "s3://bucket", "/"]))
@@ -25,11 +24,6 @@ def test_a_name_says_what_a_file_holds_and_where_it_lies(
     assert root_of(run, url) == root
     assert parsed(run + "x", name) is None, "runs share a store"
     assert parsed(run, f"{name}.4711-0a.unfinished") == ChunkFile(version, chunk, digest, whole=False)
-
-
-@given(a=st.tuples(NUMBERS, NUMBERS, DIGESTS), b=st.tuples(NUMBERS, NUMBERS, DIGESTS))
-def test_names_of_different_bytes_differ(a: tuple[int, int, str], b: tuple[int, int, str]) -> None:
-    assert (file_name("main", *a) == file_name("main", *b)) == (a == b)
 
 
 @pytest.mark.parametrize("name", ["main", "main/notes.txt", "main/1/2-3", "main/00000001/000000-xyz", "other/00000001"])
@@ -52,10 +46,6 @@ def test_files_are_used_if_a_url_is_set_and_the_version_is_larger_than_the_limit
     assert not in_files(WeightsConfig(files_above_bytes=limit), size)
     assert in_files(WeightsConfig(url="/w", transport="files", files_above_bytes=limit), size)
     assert not in_files(WeightsConfig(url="/w", transport="log", files_above_bytes=limit), size)
-
-
-def test_by_default_what_is_beyond_64_mib_goes_to_files_at_the_url() -> None:
-    assert [in_files(WeightsConfig(url="/w"), size) for size in (64 * MIB, 64 * MIB + 1)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -149,15 +149,6 @@ def test_a_publisher_knows_which_versions_it_needs_have_lost_files(store: type[F
     assert FilePublisher("main", CONFIG, versions).incomplete == set(), "it cannot tell"
 
 
-def test_a_restored_run_does_not_miss_the_files_that_lie_in_the_folder_of_the_first(
-    store: type[FaultyFiles], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for config in (CONFIG, replace(CONFIG, url=str(tmp_path))):
-        versions = {3: manifest(3, params(3), FilePublisher("main", config, {}).write(3, content_of(params(3))))}
-        assert FilePublisher("again", config, versions).incomplete == set()
-    assert "weight_files_left" not in log_lines(caplog)
-
-
 def test_files_of_an_attempt_that_was_not_committed_go_with_the_first_version_or_by_age(
     store: type[FaultyFiles], tmp_path: Path
 ) -> None:

@@ -120,20 +120,6 @@ def test_a_chunk_that_differs_from_its_own_digest_is_refused_by_name() -> None:
         assemble(manifest, flipped(pieces, 1, 3, 0))
 
 
-def test_a_chunk_of_another_version_is_refused() -> None:
-    manifest, pieces = published(PARAMS, 16)
-    _, others = published({**PARAMS, "a": PARAMS["a"] + 1}, 16)
-    with pytest.raises(WeightsRefused):
-        assemble(manifest, [others[0], *pieces[1:]])
-
-
-def test_a_tensor_whose_shape_does_not_fit_its_bytes_is_refused() -> None:
-    manifest, pieces = published(PARAMS, 16)
-    lying = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(7, 3)), *manifest.tensors[1:]))
-    with pytest.raises(WeightsRefused, match="tensor a"):
-        assemble(lying, pieces)
-
-
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
@@ -158,27 +144,6 @@ def test_a_manifest_whose_whole_digest_is_wrong_is_refused() -> None:
     )
     with pytest.raises(WeightsRefused, match="as a whole"):
         assemble(replace(manifest, tensors=swapped), pieces)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": PARAMS["a"], "c": PARAMS["b"]},
-        {"a": PARAMS["a"].reshape(3, 2), "b": PARAMS["b"]},
-        {"a": PARAMS["a"].view("<i4"), "b": PARAMS["b"]},
-        {"a": -PARAMS["a"], "b": PARAMS["b"]},
-        {"a": PARAMS["a"]},
-    ],
-    ids=["name", "shape", "dtype", "sign of zero included", "missing"],
-)
-def test_the_digest_tells_parameters_apart(other: dict[str, np.ndarray]) -> None:
-    assert params_digest(other) != params_digest(PARAMS)
-
-
-def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:
-    fortran = {"b": PARAMS["b"], "a": np.asfortranarray(PARAMS["a"])}
-    assert params_digest(fortran) == params_digest(PARAMS)
-    assert params_digest({name: value.astype(">f4") for name, value in PARAMS.items()}) == params_digest(PARAMS)
 
 
 def test_a_version_is_assembled_in_the_memory_that_it_takes_and_no_more() -> None:
@@ -216,8 +181,7 @@ def test_a_version_that_no_memory_holds_is_refused() -> None:
         ContentBuffer(replace(manifest, chunks=(replace(manifest.chunks[0], size_bytes=2**50),)))
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
-@pytest.mark.parametrize("flipped_byte", [None, 5, 20_000_000, 39_000_000])
+@pytest.mark.parametrize(("order", "flipped_byte"), [(1, None), (-1, None), (1, 20_000_000), (-1, 39_000_000)])
 def test_large_tensors_are_digested_as_they_arrive_and_any_bit_changed_is_refused(
     order: int, flipped_byte: int | None
 ) -> None:

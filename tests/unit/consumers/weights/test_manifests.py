@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.weights.chains import needed, with_bases
-from rollstream.consumers.weights.manifests import Manifests, manifests_in, none_whole, published_after
+from rollstream.consumers.weights.manifests import Manifests, manifests_in, published_after
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk, PolicyManifest
 from rollstream.topics.wire.codec import encode
@@ -54,15 +54,6 @@ def test_few_manifests_of_a_long_run_are_whole_at_any_time() -> None:
     assert whole_in(by_version) == set(range(490, 500))
     assert log.passes == 1
     assert log.most_whole < 40
-
-
-def test_without_a_choice_every_manifest_is_whole() -> None:
-    by_version = Log([record(version) for version in range(50)]).manifests().by_version
-    assert whole_in(by_version) == set(range(50))
-
-
-def test_a_reader_that_needs_no_lists_gets_none() -> None:
-    assert whole_in(Log([record(version) for version in range(50)]).manifests(none_whole).by_version) == set()
 
 
 def test_a_version_needed_late_is_read_again() -> None:

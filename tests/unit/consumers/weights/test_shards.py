@@ -1,7 +1,5 @@
 """Shards: the version is the same whichever process publishes which tensors, and the shares are of similar size."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,22 +95,6 @@ def test_every_tensor_has_one_process_and_none_has_much_more_than_the_average(
     loads = [sum(sizes[name] for name in owned if owned[name] == process) for process in range(processes)]
     assert max(loads) <= sum(loads) / processes + max(sizes.values(), default=0)
     assert owners(dict(reversed(sizes.items())), processes) == owned, "each process finds it by itself"
-
-
-def test_of_equal_tensors_the_lead_has_the_fewest() -> None:
-    owned = list(owners({f"layer.{number}": 10 for number in range(5)}, 3).values())
-    assert [owned.count(process) for process in range(3)] == [1, 2, 2]
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=6))
-def test_chunks_of_all_processes_are_numbered_one_after_another(sizes: list[int]) -> None:
-    plan = planned([Offer(full_bytes=size) for size in sizes], CONFIG)
-    counted = [len(list(split([memoryview(bytes(size))], CONFIG.chunk_bytes))) for size in sizes]
-    ends = [first + count for first, count in zip(plan.first_chunks, counted, strict=True)]
-    assert plan.first_chunks[0] == 0
-    assert [(end, first) for end, (_before, first) in zip(ends, pairwise(plan.first_chunks), strict=False)] == [
-        (end, end) for end in ends[:-1]
-    ]
 
 
 def test_the_size_of_all_together_decides_how_a_version_is_sent() -> None:

@@ -1,7 +1,5 @@
 """A follower over a model of Kafka: it begins with the newest version, and never goes back."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -10,15 +8,8 @@ from rollstream.consumers.weights.version_source import VersionSource
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.codec import decode_as
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def test_a_follower_begins_with_the_newest_version_and_never_goes_back(
