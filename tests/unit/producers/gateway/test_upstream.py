@@ -259,43 +259,6 @@ def test_the_versions_of_answers_tell_which_server_has_old_weights() -> None:
     with_servers(first, second, use=use)
 
 
-def test_a_server_that_asks_to_be_left_alone_gets_no_calls_until_its_time_is_over() -> None:
-    full, sound = Server("rollstream", completions=10**9, retry_after="600"), Server("rollstream")
-
-    async def use(upstream: Upstream) -> None:
-        await ask_all(upstream)
-        refused = full.asked["completions"]
-        assert refused > 0
-        assert await upstream.version() == -1
-        await ask_all(upstream)
-        assert full.asked["completions"] == refused, "it answers a look, but its time is not over"
-        assert len(sound.bodies) == 32
-
-    with_servers(full, sound, use=use)
-
-    async def use_alone(upstream: Upstream) -> None:
-        for _call in range(2):
-            with pytest.raises(InferenceUnavailable, match=r"within 1 s \("):
-                await upstream.call("s.0", "/chat/completions", {"n": 1})
-
-    alone = Server("rollstream", completions=10**9, retry_after="600")
-    with_servers(alone, use=use_alone, timeout_s=1.0)
-    assert alone.asked["completions"] <= 1
-
-
-def test_a_dead_server_gets_one_look_a_second_however_many_sessions_there_are() -> None:
-    dead, sound = Server("", models=10**9, completions=10**9), Server("rollstream")
-
-    async def use(upstream: Upstream) -> None:
-        await ask_all(upstream)
-        before, began = dead.asked.total(), time.monotonic()
-        while time.monotonic() < began + 2.5:
-            await ask_all(upstream)
-        assert dead.asked.total() - before <= 1 + (time.monotonic() - began)
-
-    with_servers(dead, sound, use=use)
-
-
 def test_a_server_that_fails_at_calls_is_left_alone_and_another_answers() -> None:
     broken, whole = Server("vllm"), Server("vllm")
     answered, failed = broken.__call__, list[str]()
