@@ -5,6 +5,13 @@ split into parts that are compiled beside each other, it is 0.15 s.
 """
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.simulation.installation import World
 
 FLAGS = (
     *("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"),
@@ -13,3 +20,13 @@ FLAGS = (
 # Processes that tests start have them already; the cache of compiled programs tells "twice" from "once".
 if FLAGS[0] not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
+
+
+@pytest.fixture
+def world() -> Iterator["World"]:
+    """The model of Kafka, which all clients of this process meet."""
+    from tests.simulation.installation import World, installed
+
+    world = World()
+    with installed(world):
+        yield world

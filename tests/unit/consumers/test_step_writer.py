@@ -1,22 +1,13 @@
 """Steps of an external trainer over a model of Kafka."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import LearnerStep
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def test_a_step_executed_again_may_give_other_reasons_for_the_batches_it_skips(world: World) -> None:

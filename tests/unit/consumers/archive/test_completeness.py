@@ -1,6 +1,5 @@
 """An archive whose journals are ahead of its rollouts or batches is not restored, over a model of Kafka."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -12,16 +11,9 @@ from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.restorer import restore
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import StateRefused
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.support.archiving import Stopped, StoppingStore
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def archive(world: World, store: StoppingStore) -> ArchiveManifest:

@@ -1,6 +1,5 @@
 """Parts of archiving and restoring that hold or send records."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,12 @@ from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.wire.codec import encode
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.support.archived_run import archive_run
 from tests.support.archiving import StoppingStore
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def in_headers(offset: int) -> ArchivedRecord:

@@ -4,7 +4,7 @@ import asyncio
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,18 +16,11 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.records import Rollout
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.scheduler import Process
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 from tests.support.runs import rollout
 from tests.support.virtual_time import AdvancingSelector
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 class Slow:

@@ -2,7 +2,7 @@
 whose client loses all brokers, which a real client does only by chance.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -12,17 +12,10 @@ from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, stranded_clients
 from rollstream.topics.kafka.reader import Place, Polled, Reader, ends_of_records, read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.partition_log import PartitionLog
 
 KAFKA = KafkaConfig(bootstrap_servers="model:1")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def write(log: PartitionLog, content: str) -> None:
