@@ -18,9 +18,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollstream.consumers.learner.pretrained import tokenizer_of
-from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
-from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import VLLM_LORA, EngineFailed, EngineHttp, VllmEngine
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
@@ -78,9 +75,6 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
     directory = config.run_dir / "engine"
     shutil.rmtree(directory, ignore_errors=True)
     version = export_newest(config, directory)
-    tokenizer = tokenizer_of(config.learner)
-    if isinstance(tokenizer, CharacterTokenizer):
-        write_character_tokenizer(directory, tokenizer)
     check_nobody_answers(config.serving.urls[0])
     # The engine is in this role's process group, so that whatever ends the role also ends the engine and its children.
     process = subprocess.Popen(

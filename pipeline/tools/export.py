@@ -16,7 +16,9 @@ import numpy as np
 from rollstream.consumers.files import npz_files, safetensors_files
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged, save_peft
+from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.weights.chains import ChainBroken, with_bases
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -87,7 +89,7 @@ def export_newest(config: RunConfig, directory: Path) -> int:
     """
     with _newest(config, directory) as version:
         model = decoder_config(version.manifest.model)
-        save_merged(directory, model, version.tensors, companions=config.learner.pretrained)
+        _write_checkpoint(config, directory, model, version)
     return version.manifest.version
 
 
@@ -102,11 +104,21 @@ def _write(config: RunConfig, args: argparse.Namespace, version: SpooledVersion)
         path /= f"{name}.npz"
         _write_npz(path, version.tensors)
     elif args.format == "safetensors" and model is not None:
-        save_merged(path, model, version.tensors, companions=config.learner.pretrained, dtype=args.dtype)
+        _write_checkpoint(config, path, model, version, args.dtype)
     else:
         path /= f"{name}.safetensors"
         safetensors_files.write(path, version.tensors)
     return path
+
+
+def _write_checkpoint(
+    config: RunConfig, directory: Path, model: DecoderConfig, version: SpooledVersion, dtype: str | None = None
+) -> None:
+    """Write a checkpoint with its tokenizer: that of `learner.pretrained`, or else the one of the small model."""
+    save_merged(directory, model, version.tensors, companions=config.learner.pretrained, dtype=dtype)
+    tokenizer = CharacterTokenizer()
+    if not config.learner.pretrained and model.vocab_size == tokenizer.vocab_size:
+        write_character_tokenizer(directory, tokenizer)
 
 
 def _write_npz(path: Path, arrays: Mapping[str, SpooledTensor]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
@@ -57,6 +58,15 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     assert again.wait(300) == 2
     assert "already holds a model" in run.log_of(again)
     assert not list(Path(directory / "out").glob(".*"))
+
+
+def test_the_small_model_is_exported_with_the_tokenizer_that_the_run_used(real_run: RealRun) -> None:
+    run, tokenizer = real_run, CharacterTokenizer()
+    model = replace(LARGE, vocab_size=tokenizer.vocab_size, hidden_size=16, head_dim=4, intermediate_size=16)
+    publish(run, model, random_parameters(model))
+    process = run.start("weights", "export", "-o", str(run.directory / "out"))
+    assert process.wait(300) == 0, run.log_of(process)
+    assert load_tokenizer(run.directory / "out").encode("3 + a\n") == tokenizer.encode("3 + a\n")
 
 
 SHARE = 0.7
