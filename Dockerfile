@@ -15,6 +15,7 @@ COPY consumers consumers
 COPY infra infra
 COPY pipeline pipeline
 COPY producers producers
+COPY recipes recipes
 COPY topics topics
 RUN python3 -m venv /tools && /tools/bin/pip install --quiet --no-cache-dir --require-hashes -r requirements-uv.txt
 # Versions and digests come from the lock.

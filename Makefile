@@ -54,6 +54,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@# A copy that lost its symbolic links (some archives do) has small files in their place, or the folders themselves.
 	@for folder in consumers infra pipeline producers topics; do \
 		test -d src/rollstream/$$folder || ln -sfn ../../$$folder src/rollstream/$$folder; done
+	@test -d pipeline/recipes || ln -sfn ../recipes pipeline/recipes
 	@$(UV_INSTALL) --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 

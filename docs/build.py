@@ -26,7 +26,11 @@ _BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)
 
 def pages() -> list[Path]:
     """Every Markdown file of the project that is in git."""
-    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md")])
+    return sorted(
+        page
+        for place in ("*.md", "docs/*.md", "docs/decisions/*.md", "recipes/*.md", "recipes/*/*.md")
+        for page in ROOT.glob(place)
+    )
 
 
 def rendered(text: str) -> str:

@@ -13,6 +13,11 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security-policy.md",
     "CHANGELOG.md": "changelog.md",
+    "recipes/README.md": "recipes/index.md",
+    **{
+        f"recipes/{page.parent.name}/README.md": f"recipes/{page.parent.name}.md"
+        for page in ROOT.glob("recipes/*/*.md")
+    },
 }
 """Pages outside of docs, and their names in the site."""
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)")
@@ -22,13 +27,19 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages outside of docs, and every file that a page links to."""
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in OUTSIDE}
     for name, text in texts.items():
-        files.append(File.generated(config, OUTSIDE[name], content=_relinked(text, ".", "")))
+        files.append(
+            File.generated(
+                config,
+                OUTSIDE[name],
+                content=_relinked(text, posixpath.dirname(name), posixpath.dirname(OUTSIDE[name])),
+            )
+        )
     pages = (
         (posixpath.join("docs", posixpath.dirname(file.src_uri)), file.content_string)
         for file in files
         if file.src_uri.endswith(".md") and file.src_uri not in OUTSIDE.values()
     )
-    for folder, text in [*pages, *((".", text) for text in texts.values())]:
+    for folder, text in [*pages, *((posixpath.dirname(name), text) for name, text in texts.items())]:
         for link in _LINK.findall(text):
             path = posixpath.normpath(posixpath.join(folder, link[0]))
             uri = _uri(path)

@@ -3,7 +3,7 @@
 `answer` is the agent: OpenAI's client, an address and a tool. `episode` gives the agent the address of a session at the
 gateway of a run, and sends the reward to the gateway. Nothing here imports rollstream.
 
-    rollstream run --config pipeline/recipes/tools.toml --set gateway.port=8100 --set supervisor.workers=0
+    rollstream run --config recipes/tools/run.toml --set gateway.port=8100 --set supervisor.workers=0
     python examples/tool_agent.py http://127.0.0.1:8100
 
 The program ends when the run does.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+CONFIG = HERE.parents[1] / "recipes" / "control" / "run.toml"
 ROLLSTREAM = (sys.executable, "-P", "-m", "rollstream")
 
 
@@ -75,7 +76,7 @@ def play(args: argparse.Namespace, servers: str) -> dict[str, Any]:
     logs = data / "logs"
     logs.mkdir(parents=True)
     settings = (
-        *("--config", HERE / "control.toml", "--run", run, "-b", servers, "--set", f"data_dir={data}"),
+        *("--config", CONFIG, "--run", run, "-b", servers, "--set", f"data_dir={data}"),
         *("--set", f"collect.player={HERE / 'play.py'}:play", "--set", f"collect.seed={args.seed}"),
         *("--set", f"labeling.labeler={HERE / 'reach.py'}:judge"),
         *(("--set", "collect.options.image=true") if args.image else ()),

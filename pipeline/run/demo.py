@@ -56,7 +56,7 @@ _ANOTHER = "rloo"
 
 _SETTINGS = Path(__file__).parents[1]
 _RECIPES = _SETTINGS / "recipes"
-"""Folder of settings by task, for tasks that the settings of the default task do not suit."""
+"""Folder of recipes by task, for tasks that the settings of the default task do not suit."""
 
 Say = Callable[[str], None]
 
@@ -112,8 +112,8 @@ def recipe_of(args: argparse.Namespace) -> Path:
     """Return the demo's settings file: with --scale the file for scaling, else the task's recipe or the default."""
     if args.scale:
         return _SETTINGS / "scale.toml"
-    own = _RECIPES / f"{getattr(args, 'task=', None) or ''}.toml"
-    return own if own.is_file() else _SETTINGS / "demo.toml"
+    own = _RECIPES / (getattr(args, "task=", None) or "") / "run.toml"
+    return own if own.is_file() else _RECIPES / "dsort3" / "run.toml"
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:

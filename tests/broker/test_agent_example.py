@@ -35,7 +35,7 @@ def test_an_agent_that_changes_its_base_url_learns_its_task(
         *(f"gateway.port={port}", "supervisor.workers=0", f"data_dir={tmp_path}"),
         f"learner.max_steps={STEPS}",
     )
-    recipe = ROOT / "pipeline" / "recipes" / "tools.toml"
+    recipe = ROOT / "recipes" / "tools" / "run.toml"
     command = ["rollstream", "run", "--config", str(recipe), "--run", run_name, *(f"--set={each}" for each in settings)]
     report = tmp_path / "run.log"
     with (

@@ -158,7 +158,7 @@ def test_a_run_adds_processes_when_grouping_falls_behind_and_ends_with_all_of_th
         "learner.microbatch_rows": 4,
     }
     flags = [f"--set={name}={value}" for name, value in values.items()]
-    command = ["run", "examples/demo.toml", "--run", run_name, "-b", broker, *flags]
+    command = ["run", "recipes/dsort3/run.toml", "--run", run_name, "-b", broker, *flags]
     run = subprocess.Popen(
         [sys.executable, "-P", "-m", "rollstream", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

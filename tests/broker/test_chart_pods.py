@@ -110,7 +110,7 @@ class Machine:
 def machine(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
         monkeypatch.delenv(name, raising=False)
-    demo = (ROOT / "examples" / "demo.toml").read_text()
+    demo = (ROOT / "recipes" / "dsort3" / "run.toml").read_text()
     chart = write_chart(tmp_path, demo, "--run", "pods", *(f"--set={setting}" for setting in FLAGS))
     one: dict[str, Any] = {
         "brokers": {"replicationFactor": 1, "minInSyncReplicas": 1},

@@ -18,7 +18,6 @@ import pytest
 from rollstream.consumers.batch_reader import BatchReader
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.pipeline.config import load
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout
@@ -26,7 +25,6 @@ from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 from tests.support.interrupting import LIMIT_S, LINE, FairTime
-from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -212,7 +210,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     password.write_text(CANARY)
     flags.append(f"-Xsasl.password=file:{password}")
     secret = {"ROLLSTREAM_WORKER__API_KEY": CANARY}
-    run = start("run", "examples/demo.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker, **secret)
+    run = start("run", "recipes/dsort3/run.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker, **secret)
     assert run.stdout is not None
     assert "8 processes are ready" in run.stdout.readline()
 
@@ -296,8 +294,3 @@ def cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def test_the_example_is_what_the_demo_runs() -> None:
-    assert (ROOT / "examples" / "demo.toml").read_text() == (ROOT / "pipeline" / "demo.toml").read_text()
-    assert load(ROOT / "examples" / "demo.toml").task == "dsort3"

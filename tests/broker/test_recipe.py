@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.recipe import write_model, write_problems
 from tests.support.runs import RealRun
 
-RECIPE = ROOT / "examples" / "gsm8k-qwen2.5-0.5b.toml"
+RECIPE = ROOT / "recipes" / "gsm8k" / "run.toml"
 STEPS = 24
 SMALL = {
     "hidden_size": 64,

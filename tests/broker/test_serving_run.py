@@ -40,7 +40,7 @@ def test_a_run_keeps_engines_of_others_on_the_versions_of_its_learner(
         settings = (f"data_dir={tmp_path}", f"serving.urls={urls}", "learner.max_steps=12", *SMALL)
         run = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "rollstream", "run", str(ROOT / "examples" / "demo.toml")),
+                *(sys.executable, "-P", "-m", "rollstream", "run", str(ROOT / "recipes" / "dsort3" / "run.toml")),
                 *("--run", run_name, *(f"--set={setting}" for setting in settings)),
             ],
             env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(compiled), "KAFKA_BOOTSTRAP_SERVERS": broker},

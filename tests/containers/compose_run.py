@@ -168,7 +168,7 @@ def contained_run(
 
     `override` is the content of a compose file that overrides the one of the run.
     """
-    shutil.copy(ROOT / "pipeline" / "demo.toml", folder / "run.toml")
+    shutil.copy(ROOT / "recipes" / "dsort3" / "run.toml", folder / "run.toml")
     (folder / "run.toml").chmod(0o644)
     written = answer_of(folder, "deploy", "compose", "run.toml", "-o", "compose.yaml", f"--run={name}", *flags)
     assert written.returncode == 0, written.stderr

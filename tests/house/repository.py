@@ -97,7 +97,7 @@ class Repository:
     @cached_property
     def pages(self) -> dict[str, str]:
         """Text of each page of the documentation."""
-        place = re.compile(r"(docs/(decisions/)?)?[^/]+\.md")
+        place = re.compile(r"(docs/(decisions/)?|recipes/([^/]+/)?)?[^/]+\.md")
         return {path: text for path, text in self.texts.items() if place.fullmatch(path)}
 
 

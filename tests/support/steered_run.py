@@ -21,7 +21,7 @@ from tests.support.command_line import answer_of, in_full
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
-DEMO = ROOT / "examples" / "demo.toml"
+DEMO = ROOT / "recipes" / "dsort3" / "run.toml"
 VALUES = {
     "supervisor.workers": 1,
     "grouper.processes": 1,

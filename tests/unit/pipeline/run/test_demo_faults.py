@@ -10,7 +10,7 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.demo_faults import Fault, FaultInjector, FaultPlan, faults_text, plan_faults
 from tests.support.paths import ROOT
 
-DEMO = load(ROOT / "pipeline" / "demo.toml")
+DEMO = load(ROOT / "recipes" / "dsort3" / "run.toml")
 
 
 @dataclass
