@@ -71,6 +71,9 @@ class OffsetTable:
         self._runs = runs
         self._dense: dict[int, Values] = {}
 
+    def __getstate__(self) -> dict[str, object]:
+        return {"_runs": self.runs(), "_dense": {}}
+
     def runs(self) -> OffsetRuns:
         """Return the runs of all offsets whose value is not 0."""
         if self._dense:

@@ -7,15 +7,12 @@ for all offsets at once.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable, Values, offsets_named
-from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.records import FateCount, Int64, JournalRecord
 from rollstream.topics.records.fates import DROPPED, FATES, dropped_for, fate_and_reason
 from rollstream.topics.records.journal_counts import JournalCounts
@@ -76,40 +73,6 @@ class PartitionJournal:
         self._sums = JournalCounts()
         self._origin = 0
         self._joining = False
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        names = ("number", "sequence", "position", "base", "base_batches", "batches", "topic_id")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "base_counts": _plain(self.base_counts),
-            "leader_epochs": list(self.leader_epochs.items()),
-            "table": packed_table(self.table),
-            "problems": self.problems,
-            "places": self._places,
-            "reasons": list(self._reasons.items()),
-            "counts": _plain(self._sums.counts),
-            "produced": _plain(self._sums.produced),
-            "origin": self._origin,
-            "joining": self._joining,
-            "configurations": self.configurations.state(),
-        }
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> "PartitionJournal":
-        """Return the journal of a saved state."""
-        journal = cls(state["number"])
-        for name in ("sequence", "position", "base", "base_batches", "batches", "topic_id"):
-            setattr(journal, name, state[name])
-        journal.base_counts = _counts_of(state["base_counts"])
-        journal.leader_epochs = dict(state["leader_epochs"])
-        journal.table = unpacked_table(state["table"])
-        journal.problems, journal._places = state["problems"], state["places"]
-        journal._reasons = dict(state["reasons"])
-        journal._sums = JournalCounts.of(_counts_of(state["counts"]), _counts_of(state["produced"]))
-        journal._origin, journal._joining = state["origin"], state["joining"]
-        journal.configurations = ConfigurationHistory.of(state["configurations"])
-        return journal
 
     def anew(self) -> "PartitionJournal":
         """Return a journal of which no record is read yet; it keeps what other topics say about its offsets."""
@@ -290,14 +253,6 @@ def _pairs(ranges: Int64) -> Iterator[tuple[int, int]]:
     """Yield the first offset and the stop of each (first, count) pair."""
     for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist():
         yield first, first + count
-
-
-def _plain(counts: Iterable[FateCount]) -> list[dict[str, Any]]:
-    return [asdict(count) for count in counts]
-
-
-def _counts_of(counts: Iterable[dict[str, Any]]) -> tuple[FateCount, ...]:
-    return tuple(FateCount(**count) for count in counts)
 
 
 def by_fate(counts: Iterable[FateCount]) -> Counter[str]:

@@ -190,4 +190,4 @@ def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
         batched, dropped = live.offsets("batched"), live.offsets("dropped", "late")
     assert sum(last - first + 1 for ranges in batched.values() for first, last in ranges) == 8
     assert dropped == {0: [], 1: []}
-    assert zlib.decompress(file.read_bytes()[len(b"rollstream books 2 ") + 32 :]).startswith(b'{"run"')
+    assert zlib.decompress(file.read_bytes()[len(b"rollstream books 2 ") + 32 :]).startswith(b'{"code"')

@@ -3,8 +3,6 @@
 A record holds the entries that changed, with their sums since the start of the run. Snapshots hold every entry.
 """
 
-from collections.abc import Iterable
-
 from rollstream.topics.records import FateCount, JournalRecord
 
 
@@ -14,14 +12,6 @@ class JournalCounts:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], FateCount] = {}
         self._produced: dict[tuple[str, str], FateCount] = {}
-
-    @classmethod
-    def of(cls, counts: Iterable[FateCount], produced: Iterable[FateCount]) -> "JournalCounts":
-        """Restore an instance from the `counts` and `produced` of an earlier instance."""
-        sums = cls()
-        for table, entries in ((sums._counts, counts), (sums._produced, produced)):
-            table.update(((entry.environment, entry.fate), entry) for entry in entries)
-        return sums
 
     def add(self, record: JournalRecord) -> None:
         """Add the next record of the partition."""

@@ -2,12 +2,10 @@
 
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollstream.pipeline.audit.packing import packed, unpacked
 from rollstream.topics.records import batch_numbers
 
 BatchPlace = tuple[int, int]
@@ -44,23 +42,6 @@ class BatchTable:
 
     def __init__(self) -> None:
         self._partitions: dict[int, _Numbers] = {}
-
-    def state(self) -> list[Any]:
-        """Return the state as plain values."""
-        return [
-            [partition, numbers.first, *(packed(numbers.column(name)) for name in _COLUMNS)]
-            for partition, numbers in sorted(self._partitions.items())
-        ]
-
-    @classmethod
-    def of(cls, state: list[Any]) -> "BatchTable":
-        """Return the table of a saved state."""
-        table = cls()
-        for partition, first, *columns in state:
-            numbers = table._partitions[partition] = _Numbers(first)
-            for name, column in zip(_COLUMNS, columns, strict=True):
-                setattr(numbers, name, array("q", unpacked(column).tobytes()))
-        return table
 
     def expect(self, partition: int, number: int) -> None:
         """Note a batch that the journal names."""

@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from rollstream.consumers.grouping.selection_bias import Moments, RolloutMoments, batch_moments
+from rollstream.consumers.grouping.selection_bias import RolloutMoments, batch_moments
 from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
@@ -64,34 +63,6 @@ class RecordedBatches:
         """Invalid batch ids in the journal."""
         self._evals_batched = 0
         self._problems: list[str] = []
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values, except for what the journals' tables hold."""
-        return {
-            "tail": self.tail.state(),
-            "table": self.table.state(),
-            "waiting": list(self._waiting.items()),
-            "times": list(self._times.items()),
-            "skipped_in": {
-                batch_id: {name: asdict(moments) for name, moments in by_environment.items()}
-                for batch_id, by_environment in self._skipped_in.items()
-            },
-            "odd": self._odd,
-            "evals_batched": self._evals_batched,
-            "problems": self._problems,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self.table = BatchTable.of(state["table"])
-        self._waiting = {(place[0], place[1]): (numbers[0], numbers[1]) for place, numbers in state["waiting"]}
-        self._times = {(partition, offset): times for (partition, offset), times in state["times"]}
-        self._skipped_in = {
-            batch_id: {name: _moments(values) for name, values in by_environment.items()}
-            for batch_id, by_environment in state["skipped_in"].items()
-        }
-        self._odd, self._evals_batched, self._problems = state["odd"], state["evals_batched"], state["problems"]
 
     def forget_before(self, begins: Mapping[int, int]) -> None:
         """Forget deleted batches."""
@@ -282,7 +253,3 @@ class RecordedBatches:
 def _is_named(value: int) -> bool:
     batched = value & CODES == _BATCHED or (value & CODES == _IN_FLIGHT and bool(value & DELIVERED))
     return batched and not value & DELIVERED_BEFORE
-
-
-def _moments(values: Mapping[str, Any]) -> RolloutMoments:
-    return RolloutMoments(values["rollouts"], Moments(**values["length"]), Moments(**values["reward"]))

@@ -98,8 +98,7 @@ class CallRecords:
         self._open: dict[int, tuple[int, set[str]]] = {}
         """By partition, the lowest offset and the names of the sessions that were open when the state was saved."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
+    def __getstate__(self) -> dict[str, Any]:
         finished = []
         opened = []
         for partition, fold in self._book.folds.items():
@@ -109,27 +108,17 @@ class CallRecords:
             if begun:
                 first = min(session.start_offset for session in begun)
                 opened.append([partition, first, [session.name for session in begun]])
-        return {
-            "tail": self.tail.state(),
-            "calls": self._book.calls,
-            "finished": finished,
-            "open": opened,
-            "follows": list(self._follows.items()),
-            "unseen": self._unseen,
-            "early": self._early,
-        }
+        return {**vars(self), "_book": self._book.calls, "_named": finished, "_open": opened}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self._book.calls = state["calls"]
-        for partition, orphans, rows in state["finished"]:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._book, self._named = CallBook(), set()
+        self._book.calls = state["_book"]
+        for partition, orphans, rows in state["_named"]:
             fold = self._book.folds[partition] = PartitionSessions(orphans=orphans)
             fold.sessions = {row[0]: _session(*row) for row in rows}
             self._named.update(uid for row in rows for uid in row[-1])
-        self._open = {partition: (first, set(names)) for partition, first, names in state["open"]}
-        self._follows = dict(state["follows"])
-        self._unseen, self._early = state["unseen"], state["early"]
+        self._open = {partition: (first, set(names)) for partition, first, names in state["_open"]}
 
     def read(self, ends: Mapping[int, int]) -> None:
         """Read new records. `ends` are the ends of the partitions of `rollouts` from before the call.

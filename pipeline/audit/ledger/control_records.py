@@ -1,9 +1,5 @@
 """The decisions on `control` that the ledger uses: retired learners."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
-
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.retired_learners import note_retired
@@ -17,18 +13,6 @@ class ControlRecords:
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "control")
         self.retired: dict[str, RetiredLearner] = {}
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {
-            "tail": self.tail.state(),
-            "retired": [asdict(record) for record in self.retired.values()],
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self.retired = {values["learner"]: RetiredLearner(**values) for values in state["retired"]}
 
     def read(self) -> None:
         """Read new records."""

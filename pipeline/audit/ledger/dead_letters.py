@@ -31,15 +31,6 @@ class DeadLetters:
         self._times: dict[tuple[int, int], int] = {}
         """Number of letters for a partition and offset, if there is more than one."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values, except for what the journals' tables hold."""
-        return {"tail": self.tail.state(), "times": list(self._times.items())}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self._times = {(partition, offset): times for (partition, offset), times in state["times"]}
-
     def check(self, journals: Mapping[int, PartitionJournal], hidden: HiddenRecords, result: Ledger) -> None:
         """Read new records, and compare all letters with the journals."""
 

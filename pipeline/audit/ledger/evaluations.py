@@ -1,7 +1,7 @@
 """Evaluations of a run, by requested version. They are not part of the ledger of `rollouts`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rollstream.pipeline.audit.ledger.book import Ledger
@@ -51,18 +51,6 @@ class Evaluations:
         self._rollouts: dict[Kind, dict[str, Scored]] = {}
         self._kinds: dict[tuple[str, str], Kind] = {}
         """Kind by environment and uid: environments evaluated at one version may give their rollouts the same uids."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {"tail": self.tail.state(), "rollouts": [[kind, scored] for kind, scored in self._rollouts.items()]}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        for (environment, split, phase, version), rollouts in state["rollouts"]:
-            kind = environment, split, phase, version
-            self._rollouts[kind] = {uid: Scored(*values) for uid, values in rollouts.items()}
-            self._kinds |= {(environment, uid): kind for uid in rollouts}
 
     def read(self, result: Ledger) -> set[str]:
         """Read new records, add all evaluations to the ledger, and return the uids of their rollouts.

@@ -6,13 +6,11 @@ Learners do not find a batch that no entry names, and would train twice on a bat
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
-from rollstream.pipeline.audit.packing import packed, unpacked
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
@@ -32,18 +30,6 @@ class Entries:
 
     def __init__(self) -> None:
         self.offsets, self._partitions, self._numbers = array("q"), array("q"), array("q")
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {"columns": [packed(column) for column in (self.offsets, self._partitions, self._numbers)]}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Entries":
-        """Return the entries of a saved state."""
-        entries = cls()
-        columns = (array("q", unpacked(column).tobytes()) for column in state["columns"])
-        entries.offsets, entries._partitions, entries._numbers = columns
-        return entries
 
     def add(self, offset: int, entry: BatchIndexEntry) -> None:
         """Add the next entry. Raises RecordError if its batch id is invalid."""
@@ -96,26 +82,6 @@ class BatchIndex:
         """By partition, the number of the last batch that was named."""
         self._problems: list[tuple[int, str]] = []
         """Offsets of entries, and descriptions of their problems."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values, except for what the table of batches holds."""
-        return {
-            "tail": self.tail.state(),
-            "entries": self.entries.state(),
-            "open": list(self._open.items()),
-            "unmatched": list(self._unmatched.items()),
-            "newest": list(self._newest.items()),
-            "problems": self._problems,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self.entries = Entries.of(state["entries"])
-        self._open = {offset: (named[0], named[1], named[2], named[3]) for offset, named in state["open"]}
-        self._unmatched = {offset: (named[0], named[1], named[2], named[3]) for offset, named in state["unmatched"]}
-        self._newest = dict(state["newest"])
-        self._problems = [(offset, text) for offset, text in state["problems"]]
 
     def forget_before(self, begin: int, table: BatchTable) -> None:
         """Forget deleted entries."""

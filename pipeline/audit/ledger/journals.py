@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
@@ -25,15 +24,6 @@ class Journals:
         self.tail = TopicTail(kafka, run, "journal")
         self.of = {number: PartitionJournal(number) for number in range(partitions)}
         self._again = False
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {"tail": self.tail.state(), "of": [journal.state() for journal in self.of.values()]}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self.of = {journal["number"]: PartitionJournal.of(journal) for journal in state["of"]}
 
     @property
     def added(self) -> list[int]:

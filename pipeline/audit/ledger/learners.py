@@ -49,20 +49,6 @@ class _Learner:
     passed: list[tuple[int, int, str]] = field(default_factory=list)
     """Problems with positions: step, order, and description."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {**vars(self), "used": self.used.state()}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "_Learner":
-        """Return the learner of a saved state."""
-        learner = cls(**{**state, "used": UsedRows.of(state["used"])})
-        learner.unverified = [(s, at, name, rows, tuple(numbers)) for s, at, name, rows, numbers in learner.unverified]
-        learner.beyond = [(step, position) for step, position in learner.beyond]
-        learner.problems = [(step, at, text) for step, at, text in learner.problems]
-        learner.passed = [(step, at, text) for step, at, text in learner.passed]
-        return learner
-
 
 class LearnerUses:
     """The uses of batches by all learners of a run, from steps given in order."""
@@ -160,16 +146,6 @@ class Learners(LearnerUses):
         super().__init__(run)
         self.tail = TopicTail(kafka, run, "steps")
         self._kafka = kafka
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        learners = {name: learner.state() for name, learner in self._learners.items()}
-        return {"tail": self.tail.state(), "learners": learners}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        self._learners = {name: _Learner.of(learner) for name, learner in state["learners"].items()}
 
     def read(self) -> set[str]:
         """Read new steps; return the batches that they name."""

@@ -24,6 +24,7 @@ from rollstream.consumers.files.atomic_files import (
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.proof import Books, first_reading
 from rollstream.pipeline.audit.ledger.topic_state import Outdated
+from rollstream.pipeline.audit.saved_state import OtherCode, restored, saved
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
@@ -31,8 +32,8 @@ from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-VERSION = 5
-"""Version of the file, raised with every change of its content or format."""
+VERSION = 6
+"""Version of the file, raised with every change of its format."""
 _MARK = b"rollstream books "
 _DIGEST_BYTES = 32
 _LOCK = "books.lock"
@@ -115,10 +116,13 @@ class LiveLedger(Closing):
         except FileNotFoundError:
             self._tell("there is no saved ledger")
             return None
-        books = Books(*self._arguments)
+        subject = Books(*self._arguments).subject
         try:
-            books.restore(_unpacked(data))
-        except Outdated as error:
+            books: Books = restored(_unpacked(data), self._kafka)
+            if books.subject != subject:
+                run, *groups = books.subject
+                raise Outdated(f"it belongs to run {run} and groups {', '.join(groups)}")
+        except (Outdated, OtherCode) as error:
             self._tell(f"{self._path}: {error}")
             return None
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
@@ -135,7 +139,7 @@ class LiveLedger(Closing):
 
     def _write(self, books: Books) -> None:
         began = time.monotonic()
-        data = _packed(books.state())
+        data = _packed(saved(books))
         self.state_bytes = len(data)
         if self._may_write():
             write_bytes(self._path, data)

@@ -94,23 +94,10 @@ class Books:
         self._control = ControlRecords(kafka, run)
         self._calls = CallRecords(kafka, run)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {
-            "run": self._run,
-            "groups": self._groups,
-            "ids": self._ids,
-            "begins": [[name, [*begins.items()]] for name, begins in self._begins.items()],
-            "parts": {name: part.state() for name, part in self._parts.items()},
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Raises Outdated if it belongs to another run or other groups."""
-        if (state["run"], tuple(state["groups"])) != (self._run, self._groups):
-            raise Outdated(f"it belongs to run {state['run']} and groups {', '.join(state['groups'])}")
-        self._ids, self._begins = state["ids"], {name: dict(begins) for name, begins in state["begins"]}
-        for name, part in self._parts.items():
-            part.restore(state["parts"][name])
+    @property
+    def subject(self) -> tuple[str, str, str]:
+        """Run and groups that the records belong to."""
+        return self._run, *self._groups
 
     @property
     def journals(self) -> Mapping[int, PartitionJournal]:

@@ -6,7 +6,6 @@ that were deleted before they were read, and records that were written in place 
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
@@ -59,18 +58,6 @@ class RolloutRecords:
         self.tail = TopicTail(kafka, run, "rollouts")
         self._kafka = kafka
         self._epochs = {number: _LeaderEpochs([], []) for number in range(partitions)}
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values, except for what the journals' tables hold."""
-        epochs = [[number, kept.runs, kept.written_again] for number, kept in self._epochs.items()]
-        return {"tail": self.tail.state(), "epochs": epochs}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.tail.restore(state["tail"])
-        for number, runs, written_again in state["epochs"]:
-            kept = [(first, epoch) for first, epoch in runs]
-            self._epochs[number] = _LeaderEpochs(kept, [(e, first, last) for e, first, last in written_again])
 
     def read(self, journals: Mapping[int, PartitionJournal], topic_id: str) -> None:
         """Read new records."""

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.wire.catalogue import topic_name
 
 PATIENCE_S = 3.0
@@ -52,21 +52,6 @@ class TopicTail:
             if message.offset <= last.get(message.partition, message.offset):
                 self.follows[message.partition] = message.offset + 1
             yield message
-
-    def state(self) -> dict[str, Any]:
-        """Return positions and skipped records as plain values."""
-        return {
-            "follows": list(self.follows.items()),
-            "skipped": [list(skipped)[1:] for skipped in self.skipped.first],
-            "more": self.skipped.total - len(self.skipped.first),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.follows = dict(state["follows"])
-        for place in state["skipped"]:
-            self.skipped.note(Skipped(self.topic, *place))
-        self.skipped.counts[self.topic] += state["more"]
 
     def forget_before(self, begins: Mapping[int, int]) -> bool:
         """Forget skipped records that were deleted; return False if there are too many skipped records to tell."""

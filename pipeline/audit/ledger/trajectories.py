@@ -7,7 +7,6 @@ records.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from rollstream.consumers.buffers.trajectories.filler import filler_positions
 from rollstream.consumers.labeling.positions import refused_of, source_of
@@ -16,7 +15,6 @@ from rollstream.pipeline.audit.ledger.dead_letters import REDRIVEN
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable
-from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError
 from rollstream.topics.kafka import topic_admin
@@ -48,18 +46,6 @@ class UnlabelledPartition:
         """Whether an open transaction hides the position."""
         self.progress = LabelingProgress(topic_id="")
         self._judged = self.table
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that was read as plain values."""
-        return {"table": packed_table(self.table), "times": [[*key, times] for key, times in self.times.items()]}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "UnlabelledPartition":
-        """Return the partition of a saved state."""
-        part = cls()
-        part.table = unpacked_table(state["table"])
-        part.times = {(fact, offset): times for fact, offset, times in state["times"]}
-        return part
 
     def place(self, begin: int, position: GroupPosition | None) -> None:
         """Set the first offset of the partition, and the position up to which it is labeled, None if it is hidden."""
@@ -159,21 +145,6 @@ class LabelingRecords:
     def labels(self) -> bool:
         """Whether rollouts may have been labeled, because `unlabelled` has or had records."""
         return any(part.begin or len(part.table.runs().starts) for part in self._partitions.values())
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        return {
-            "tails": [tail.state() for tail in self.tails],
-            "partitions": [[number, part.state()] for number, part in self._partitions.items()],
-            "written": [[number, packed_table(table)] for number, table in self._written.items()],
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        for tail, kept in zip(self.tails, state["tails"], strict=True):
-            tail.restore(kept)
-        self._partitions = {number: UnlabelledPartition.of(part) for number, part in state["partitions"]}
-        self._written = {number: unpacked_table(texts) for number, texts in state["written"]}
 
     def read(self, labeling_group: str, rollouts_end: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> None:
         """Read new records, and add the fates of `unlabelled`, the readers of `trajectories` and contradictions to a

@@ -1,13 +1,11 @@
 """Rows of batches that a learner has used: batches used as a whole are kept by number, all others row by row."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 
-from rollstream.pipeline.audit.packing import packed, unpacked
 from rollstream.topics.records import batch_numbers
-from rollstream.topics.records.offset_ranges import from_ranges, to_ranges
 
 Use = Literal["trained", "skipped"]
 USES: tuple[Use, ...] = ("trained", "skipped")
@@ -21,22 +19,6 @@ class UsedRows:
         self._rows: dict[str, dict[str, set[int]]] = {}
         self._whole: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
         """By partition, the number of rows of each batch that was used as a whole, negative if they were skipped."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
-        rows = {batch_id: [to_ranges(used[use]).tolist() for use in USES] for batch_id, used in self._rows.items()}
-        whole = [[partition, packed(np.trim_zeros(column, "b"))] for partition, column in self._whole.items()]
-        return {"rows": rows, "whole": whole}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "UsedRows":
-        """Return the rows of a saved state."""
-        used = cls()
-        for batch_id, ranges in state["rows"].items():
-            used._rows[batch_id] = {use: set(from_ranges(part)) for use, part in zip(USES, ranges, strict=True)}
-        for partition, column in state["whole"]:
-            used._whole[partition] = unpacked(column).astype(np.int32)
-        return used
 
     def of_batch(self, batch_id: str) -> dict[str, set[int]]:
         """Return the rows of a batch that were trained on, and the rows that were skipped."""

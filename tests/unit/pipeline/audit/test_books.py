@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from rollstream.pipeline.audit.ledger.batch_table import BatchTable
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.ledger.trajectories import LABELED, LETTERED, RECORD, UnlabelledPartition
 from rollstream.pipeline.audit.offset_table import OffsetTable
-from rollstream.pipeline.audit.packing import packed, packed_table, unpacked, unpacked_table
 from rollstream.pipeline.audit.partition_journal import CARRIED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.partition_journal import LETTERED as JOURNAL_LETTERED
+from rollstream.pipeline.audit.saved_state import packed, restored, saved, unpacked
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.records import BatchUse, JournalRecord, LearnerStep
@@ -30,9 +29,13 @@ OFFSETS = st.integers(0, 40) | st.integers(8_150, 8_220) | st.integers(0, 2**40)
 CUTS = st.sets(st.integers(0, 12))
 
 
-def saved(state: Any) -> Any:
-    """A state after a round trip through a file."""
-    return json.loads(json.dumps(state))
+T = TypeVar("T")
+
+
+def reloaded(part: T) -> T:
+    """A part after a round trip through a file."""
+    loaded: T = restored(json.loads(json.dumps(saved(part))), KafkaConfig())
+    return loaded
 
 
 # ---------------------------------------------------------------------- offsets
@@ -51,7 +54,7 @@ def test_a_table_of_offsets_holds_what_was_set(changes: list[tuple[int, int, int
             model |= {offset: model.get(offset, 0) | bits for offset in touched}
         assert [table[offset] for offset in touched] == [model.get(offset, 0) for offset in touched]
         if reload:
-            table = unpacked_table(saved(packed_table(table)))
+            table = reloaded(table)
     held = {offset: value for offset, value in sorted(model.items()) if value}
     runs = table.runs()
     assert list(runs.offsets()) == list(held)
@@ -73,7 +76,7 @@ def test_settled_history_takes_next_to_nothing() -> None:
     table.set_bits(0, 30_000_000, SEEN)
     for offset in range(0, 30_000_000, 3_000):
         table.set_bits_at(offset, JOURNAL_LETTERED)
-    assert sum(map(len, packed_table(table))) < 30_000_000 / 500
+    assert len(json.dumps(saved(table))) < 30_000_000 / 500
 
 
 # ---------------------------------------------------------------------- journals
@@ -94,8 +97,8 @@ def test_a_journal_read_in_portions_is_the_journal_read_at_once(
             journal.table.set_bits(number * 10, number * 20, SEEN | CARRIED)
         if number in cuts:
             portions.batch_ids.clear()  # The batches take them after each reading.
-            portions = PartitionJournal.of(saved(portions.state()))
-    assert saved(portions.state()) == saved(whole.state())
+            portions = reloaded(portions)
+    assert saved(portions) == saved(whole)
     assert (portions.since, portions.counts, portions.produced) == (whole.since, whole.counts, whole.produced)
 
 
@@ -110,7 +113,7 @@ def test_a_journal_read_anew_keeps_what_other_topics_say(records: list[JournalRe
     again = first.anew()
     for record in records:
         again.read(record)
-    assert again.state() == second.state()
+    assert saved(again) == saved(second)
 
 
 # ---------------------------------------------------------------------- steps
@@ -167,8 +170,7 @@ def test_steps_taken_in_portions_are_those_taken_at_once(
         portions.take(sorted(steps[begin:cut], key=lambda step: (step.learner, step.step)))
         begin = cut
         judged(portions)
-        state, portions = saved(portions.state()), Learners(KafkaConfig(), "run")
-        portions.restore(state)
+        portions = reloaded(portions)
     assert judged(portions) == judged(whole)
     assert [portions.untrained(f"0-{n}") for n in range(4)] == [whole.untrained(f"0-{n}") for n in range(4)]
 
@@ -180,10 +182,10 @@ def test_batches_and_entries_are_loaded_as_they_were_saved() -> None:
         table.found(1, number, (0, number + 1), ROWS)
         table.enter(1, number, number + 2)
     table.expect(1, 8)
-    loaded, named = BatchTable.of(saved(table.state())), Entries.of(saved(index.state()))
+    loaded, named = reloaded(table), reloaded(index)
     assert (loaded.missing(), loaded.place(1, 7), loaded.rows("1-9"), loaded.entry(1, 5)) == (["1-8"], (0, 8), ROWS, 7)
     assert loaded.unnamed(1, 5, 10) == table.unnamed(1, 5, 10) == [6, 8]
-    assert loaded.state() == table.state()
+    assert saved(loaded) == saved(table)
     assert (list(named.between(0, 3)), named.batch_at(4), named.from_offset(1)) == ([(0, "0-0"), (2, "0-1")], "0-2", 2)
     loaded.forget_batches_before({0: 8})
     loaded.forget_entries_before(10)
@@ -217,7 +219,7 @@ def test_labels_counted_in_portions_give_each_offset_the_fate_that_sets_give_it(
         else:
             part.count(offset, fact)
         if number in cuts:
-            part = UnlabelledPartition.of(saved(part.state()))
+            part = reloaded(part)
     part.place(begin, GroupPosition("run.unlabelled", 0, position, f"id {since} 0 0 0 0"))
     part.judge()
     limit = 100 if position < 0 else position

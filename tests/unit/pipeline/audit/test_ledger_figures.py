@@ -2,14 +2,15 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import of_rollouts
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations, evaluation
+from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
+from rollstream.pipeline.audit.saved_state import restored, saved
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -38,12 +39,6 @@ class Evals:
         while self._records:
             yield self._records.pop(0)
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        assert state == {}
-
 
 def evaluations_of(*rollouts: Rollout) -> Evaluations:
     evaluations = Evaluations(KafkaConfig(), "run")
@@ -65,9 +60,10 @@ def test_environments_whose_evaluations_have_the_same_uids_are_both_counted() ->
     # The evaluation of env a is repeated, so its newer answer counts.
     read = evaluations_of(scored("a", 0.0), scored("b", 0.25), scored("a", 0.5))
     assert rewards(read) == {"a": 0.5, "b": 0.25}
-    restored = evaluations_of(scored("b", 1.0))
-    restored.restore(json.loads(json.dumps(read.state())))
-    assert rewards(restored) == {"a": 0.5, "b": 1.0}
+    read.tail = TopicTail(KafkaConfig(), "run", "evals")
+    again = restored(json.loads(json.dumps(saved(read))), KafkaConfig())
+    again.tail = Evals(scored("b", 1.0))
+    assert rewards(again) == {"a": 0.5, "b": 1.0}
 
 
 @pytest.mark.parametrize(

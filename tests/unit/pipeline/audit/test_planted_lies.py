@@ -17,6 +17,7 @@ import pytest
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.ledger.proof import Books
+from rollstream.pipeline.audit.saved_state import restored, saved
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
@@ -614,7 +615,7 @@ LIES: dict[str, Planted] = {
 
 SAYS = [ROOT / "pipeline/audit" / name for name in ("verification.py", "partition_journal.py")]
 SAYS += [path for path in sorted((ROOT / "pipeline/audit/ledger").glob("*.py")) if path.name != "live.py"]
-SAYS.append(ROOT / "pipeline/tools/lineage.py")
+SAYS.append(ROOT / "pipeline/index/lineage.py")
 NO_FINDINGS = {
     "reading offsets of group {}": "names a call in an error",
     "the ledger is incomplete": "names a wait in an error",
@@ -652,10 +653,9 @@ def by_ledger(world: World) -> tuple[str, ...]:
     """All that a ledger says, which goes on from its saved state to say the same."""
 
     def read() -> list[Ledger]:
-        books, again = Books(KAFKA, RUN), Books(KAFKA, RUN)
+        books = Books(KAFKA, RUN)
         whole = books.read()
-        again.restore(json.loads(json.dumps(books.state())))
-        return [whole, again.read()]
+        return [whole, restored(json.loads(json.dumps(saved(books))), KAFKA).read()]
 
     book, again = world.result_of(read)
     assert again.as_dict() == book.as_dict()
