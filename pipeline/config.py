@@ -32,7 +32,7 @@ from rollstream.pipeline.settings import (
     known_keys,
     plain,
 )
-from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.producers.config import (
     CapacityConfig,
     CollectConfig,

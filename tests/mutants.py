@@ -138,11 +138,11 @@ MUTANTS = (
     Mutant("claim", "consumers/ordinal_claim.py", PROCESS, "a process takes an expired claim for that of a rival",
            "return newest.offset < 0 or newest.metadata == self._token", "return newest.metadata == self._token"),
     # -------------------- weights
-    Mutant("go-back", "consumers/weights/version_source.py", WEIGHTS, "a follower goes back to an older version",
+    Mutant("go-back", "consumers/weights/follower.py", WEIGHTS, "a follower goes back to an older version",
            "self._candidates.drop_up_to(manifest.version)", "self._candidates.drop(manifest.version)"),
-    Mutant("older", "consumers/weights/version_source.py", WEIGHTS, "a follower goes back to a version published late",
+    Mutant("older", "consumers/weights/follower.py", WEIGHTS, "a follower goes back to a version published late",
            "elif manifest.version > held:", "else:"),
-    Mutant("caught-up", "consumers/weights/version_source.py", WEIGHTS,
+    Mutant("caught-up", "consumers/weights/follower.py", WEIGHTS,
            "a follower fetches before it knows the newest version",
            "        if self._place not in self._policies.caught_up:\n"
            "            return None",
@@ -221,7 +221,7 @@ MUTANTS = (
            "the upper clip is wrong",
            "within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_high)",
            "within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_low)"),
-    Mutant("first-token", "consumers/learner/input/packing.py", ("consumers/learner/input",),
+    Mutant("first-token", "consumers/learner/training/packing.py", ("consumers/learner/input",),
            "a first token is trained on",
            "        mask[row, begin] = False\n", ""),
     Mutant("learner-lag", "consumers/learner/input/batch_selection.py", ("consumers/learner/input",),

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollstream.consumers.learner.records.checkpoint_paths import check_learner_name, is_remote
-from rollstream.consumers.learner.training.objective import (
+from rollstream.consumers.learner.checkpoint_paths import check_learner_name, is_remote
+from rollstream.consumers.learner.objective import (
     LossConfig,
     OptimizerConfig,
     needs_reference,

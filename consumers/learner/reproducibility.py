@@ -55,7 +55,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
     """Return the properties that two executions must share to give the same bits, by name."""
     import jax
 
-    from rollstream.consumers.learner.training.user_objectives import code_of
+    from rollstream.consumers.learner.user_objectives import code_of
 
     # None stands for the device's own: TF32 on Nvidia's GPUs, bfloat16 on TPUs. A CPU has one precision.
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.packing import TrainingSequence
 from rollstream.consumers.learner.pretrained import initial_params, tokenizer_of
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.training.packing import TrainingSequence
 from rollstream.consumers.learner.training.train_step import Metrics, OnUpdate, Params, TrainState, TrainStep
 from rollstream.consumers.models.adapters import without_adapters
 from rollstream.consumers.models.config import DecoderConfig

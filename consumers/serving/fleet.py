@@ -24,7 +24,7 @@ from rollstream.consumers.serving.served_versions import ServedVersions
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
 from rollstream.consumers.serving.vllm_plugin_engine import VllmPluginEngine
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.version_source import VersionSource, WholeVersion, check_topics
+from rollstream.consumers.weights.follower import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat, beating

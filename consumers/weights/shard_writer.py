@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
-from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import Arrays, Content
+from rollstream.consumers.weights.content import ZSTD, Arrays, Content, compress, pays
 from rollstream.consumers.weights.delta import LARGEST_SHARE, delta_content
 from rollstream.consumers.weights.file_publisher import FileWriter
 from rollstream.consumers.weights.layout import full_content, split

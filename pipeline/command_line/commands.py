@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Train": {
-        "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
-        "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
+        "demo": ("launch.demo", "train a small model through a local Kafka and print a report"),
+        "run": ("launch.run", "run all roles under one supervisor until interrupted or their work is done"),
         "env": ("tools.env", "environments of your own: new, check"),
     },
     "Look into a run": {

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
+from rollstream.pipeline.index.lineage import fate_node, record_lineage
 from rollstream.pipeline.index.rollout_query import rows_of
 from rollstream.pipeline.index.rollout_rows import finite
-from rollstream.pipeline.tools.lineage import fate_node, record_lineage
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
 from rollstream.topics.wire.codec import decode

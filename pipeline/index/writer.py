@@ -22,7 +22,7 @@ from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.ingest import Ingest, decoded
 from rollstream.pipeline.index.log_source import PLACES, ROLLOUTS, IndexSource
 from rollstream.pipeline.index.places import PlaceTables
-from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
 from rollstream.topics.kafka.client_errors import OffsetGone

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.busy_progress import BusyProgress
-from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
+from rollstream.pipeline.run.broker_wait import wait_for_broker
+from rollstream.pipeline.run.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.pipeline.run.run_environments import environments_of

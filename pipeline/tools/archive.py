@@ -20,7 +20,7 @@ from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools.plain_values import tell
+from rollstream.pipeline.plain_values import tell
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, DeadlineExceeded
 from rollstream.topics.logs import event
 

@@ -30,8 +30,8 @@ from rollstream.pipeline.audit.attestation.statement import (
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.tools.archive import place_of
-from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.params_digest import params_digest

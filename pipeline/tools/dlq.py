@@ -17,8 +17,8 @@ from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
-from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, StateRefused, TopicError

@@ -5,7 +5,7 @@ import argparse
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import steering
-from rollstream.pipeline.tools.plain_values import compact
+from rollstream.pipeline.plain_values import compact
 
 
 def register(parser: argparse.ArgumentParser) -> None:

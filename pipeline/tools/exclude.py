@@ -18,6 +18,7 @@ from rollstream.pipeline.command_line.text_tables import command_text, printable
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.indexed_run import indexed_run
+from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.tools.exclusion_marks import (
     Exclusion,
     check_environments,
@@ -31,7 +32,6 @@ from rollstream.pipeline.tools.exclusion_report import (
     name_steps,
     tell_learners,
 )
-from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.records.offset_ranges import OffsetRange

@@ -12,8 +12,8 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.topic_reading import read_batches, read_journal
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.index.indexed_run import IndexedRun, fates_in, oldest_snapshot
+from rollstream.pipeline.plain_values import decoded
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
-from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end

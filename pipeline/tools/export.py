@@ -26,7 +26,7 @@ from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools.plain_values import compact
+from rollstream.pipeline.plain_values import compact
 from rollstream.pipeline.tools.published_versions import fetching, read_whole
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients

@@ -17,7 +17,7 @@ from rollstream.pipeline.audit.process_pool import ProcessLost, run_apart
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.jax_runtime import require_jax
+from rollstream.pipeline.run.jax_runtime import require_jax
 from rollstream.topics.errors import RollstreamError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollstream.consumers.batch_reader import first_offset
-from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import read_steps
 from rollstream.pipeline.command_line.command_parser import positive_count, set_handler

@@ -13,7 +13,7 @@ from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools.plain_values import compact
+from rollstream.pipeline.plain_values import compact
 from rollstream.topics.kafka import clients
 
 _COUNTS = ("groups", "open_groups", "open_rollouts")

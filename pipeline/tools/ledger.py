@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.pipeline.audit.ledger import LiveLedger, ledger
+from rollstream.pipeline.audit.texts import ledger_text
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.demo_report import ledger_text
-from rollstream.pipeline.tools.plain_values import compact
+from rollstream.pipeline.plain_values import compact
 
 _NAME_WIDTH = 48
 """Width of an environment's name in a table that must fit 80 columns."""

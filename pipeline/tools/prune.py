@@ -49,7 +49,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
-from rollstream.pipeline.tools.plain_values import compact, time_text
+from rollstream.pipeline.plain_values import compact, time_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.forked_learners import forked_learners
 from rollstream.topics.control.retired_learners import retired_learners

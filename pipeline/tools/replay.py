@@ -32,9 +32,9 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.progress_bar import ProgressCallback, progress
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig, settings_with_origins
+from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.run.batch_run import BatchWriter, TimedEntry, prepare, write_index
 from rollstream.pipeline.tools.cat import milliseconds
-from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.topic_reading import read_steps
@@ -20,6 +20,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.command_line.text_tables import command_text, printable, table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.rescoring.consequences import LearnerConsequences, consequences, errors_of, taken_until
 from rollstream.pipeline.rescoring.corrected_fold import (
     CorrectedPartition,
@@ -30,7 +31,6 @@ from rollstream.pipeline.rescoring.corrected_fold import (
 from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.run.batch_run import prepare, write_index
-from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.producers.environments.verifier_pool import VerifierPool
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end

@@ -14,13 +14,13 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.command_line.text_tables import clipped, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
+from rollstream.pipeline.run.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
 from rollstream.pipeline.run.learner_members import members
 from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.topics.kafka import clients
 
 if TYPE_CHECKING:
-    from rollstream.consumers.learner.records.retraining import RetrainedStep, Retraining
+    from rollstream.consumers.learner.retraining import RetrainedStep, Retraining
 
 _DIGEST = 16
 """Number of characters shown of a digest."""
@@ -58,7 +58,7 @@ def _retrained(config: RunConfig, args: argparse.Namespace) -> "Retraining":
     """Execute the steps, together with the other processes of the learner."""
     prepare_jax(config)
     from rollstream.consumers.learner.parallel.team import join, leave, raising_team_lost
-    from rollstream.consumers.learner.records.retraining import retrain
+    from rollstream.consumers.learner.retraining import retrain
 
     shows = args.process == 0 and sys.stderr.isatty()
 

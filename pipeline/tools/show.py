@@ -15,9 +15,9 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
+from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place
+from rollstream.pipeline.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.run_settings import settings_of
-from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_place
-from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.records import Rollout, TrainingBatch
 

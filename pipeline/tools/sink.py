@@ -14,9 +14,9 @@ from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.broker_wait import wait_for_broker
+from rollstream.pipeline.plain_values import tell
+from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
-from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.secrets import resolve_options

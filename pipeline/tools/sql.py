@@ -18,8 +18,8 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.plain_values import compact
 from rollstream.pipeline.tools.archive import place_of
-from rollstream.pipeline.tools.plain_values import compact
 from rollstream.topics.errors import ConfigurationError
 
 _MOST_BARS = 40

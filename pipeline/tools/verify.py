@@ -7,12 +7,12 @@ import argparse
 import os
 import random
 
+from rollstream.pipeline.audit.texts import verification_text
 from rollstream.pipeline.audit.verification import index_of, verify
 from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.demo_report import verification_text
-from rollstream.pipeline.tools.plain_values import compact, tell
+from rollstream.pipeline.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError
 
 

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.files.stores import shown
 from rollstream.consumers.reused_memory import ReusedMemory
-from rollstream.consumers.weights.chains import ChainBroken, needed
+from rollstream.consumers.weights.chains import ChainBroken, load_version, needed
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
-from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.consumers.weights.rollback import RollbackNote, roll_back
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.plain_values import compact, plain, tell, time_text
 from rollstream.pipeline.tools import export
-from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
 from rollstream.pipeline.tools.published_versions import (
     GONE,
     UNLISTED,

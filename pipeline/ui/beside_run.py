@@ -13,8 +13,8 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
-from rollstream.pipeline.ui.config import OFF
 from rollstream.pipeline.ui.server.access import Access
+from rollstream.pipeline.ui_config import OFF
 
 PAGE = "page"
 _TOKEN = "ROLLSTREAM_UI__TOKEN"

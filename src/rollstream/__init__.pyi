@@ -19,8 +19,8 @@ from .consumers.grouping.core.estimators import Estimator, Outcomes
 from .consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup, example_bytes
 from .consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from .consumers.grouping.testing import GroupingTestDriver, example_rollout
+from .consumers.learner.objective import LossRecipe, OptimizerConfig, TokenArrays, TokenLoss
 from .consumers.learner.testing import check_loss
-from .consumers.learner.training.objective import LossRecipe, OptimizerConfig, TokenArrays, TokenLoss
 from .consumers.models.huggingface import checkpoint_model
 from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower

@@ -41,8 +41,8 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from rollstream.consumers.learner.records.device_checksum import device_checksum
-    from rollstream.consumers.learner.records.snapshot import Snapshots
     from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
+    from rollstream.consumers.learner.training.snapshot import Snapshots
 
     count = max(1, arguments["rollouts"] * 1024 * 1024 // (2 * ROWS * COLUMNS))
     params = {f"layer.{n}": 0.02 * jax.random.normal(jax.random.key(n), (ROWS, COLUMNS)) for n in range(count)}

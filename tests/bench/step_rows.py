@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.packing import PackedStep, TrainingSequence, pack_for, sequences_of
+from rollstream.consumers.learner.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.reproducibility import prepare_environment
-from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig
+from rollstream.consumers.learner.training.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from rollstream.consumers.models.config import DecoderConfig
 from tests.bench.learner_rows import cut_batch
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollstream.consumers.grouping.process.bootstrap import initialise
-from rollstream.consumers.learner.records.checkpoint_paths import META
+from rollstream.consumers.learner.checkpoint_paths import META
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger

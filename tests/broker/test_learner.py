@@ -52,7 +52,7 @@ SETTINGS = {
 COUNTING = """
 import os, sys
 os.environ["NPROC"] = "1"  # what learner.threads does, too late here, where JAX is imported first
-from rollstream.consumers.learner.records.snapshot import Snapshots
+from rollstream.consumers.learner.training.snapshot import Snapshots
 from rollstream.pipeline.command_line.cli import main
 
 take = Snapshots.take

@@ -10,11 +10,11 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import merged
 from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.parameters import is_adapter
+from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.wire.params_checksum import params_checksum
 from rollstream.topics.wire.params_digest import params_digest

@@ -12,7 +12,7 @@ import pytest
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
-from rollstream.pipeline.tools.lineage import record_lineage
+from rollstream.pipeline.index.lineage import record_lineage
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.wire.catalogue import topic_name

@@ -8,9 +8,9 @@ import pytest
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import Fate, RolloutPlace, indexed_run
+from rollstream.pipeline.index.lineage import record_lineage
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import index_file
-from rollstream.pipeline.tools.lineage import record_lineage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import provisioning, topic_admin
 from tests.support.command_line import answer_of

@@ -19,7 +19,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.ui.beside_run import RunPage
-from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import EnvironmentState, MixtureState, PausedEnvironment, SessionEvent

@@ -9,8 +9,8 @@ from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import RolloutPlace, indexed_run
+from rollstream.pipeline.index.lineage import record_lineage
 from rollstream.pipeline.index.run_index import GroupFilter, RolloutFilter, RunIndex
-from rollstream.pipeline.tools.lineage import record_lineage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import TrainingBatch
 from tests.support.planted import Planted, plant

@@ -16,9 +16,8 @@ from blake3 import blake3
 
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.follower import VersionSource, WeightsFollower, WholeVersion
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.consumers.weights.version_source import VersionSource, WholeVersion
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from rollstream.pipeline.config import RunConfig, load, to_toml
-from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui_config import UiConfig
 from tests.browser.chromium import PATIENCE_MS, visit
 from tests.support.archived_run import archive_run, step_of
 from tests.support.page import page_server

@@ -11,11 +11,11 @@ from typing import Any
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.pipeline.config import ServiceConfig
 from rollstream.pipeline.run.service import ServiceServer
-from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server import parameters
 from rollstream.pipeline.ui.server.access import host_of
 from rollstream.pipeline.ui.server.answers import UnusableParameter
 from rollstream.pipeline.ui.server.api import rollout_filter
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.producers.episodes.call_sequences import CallSequences
 from rollstream.producers.gateway.call_forms import ROUTES, parse_request, previous_turn, server_request
 from rollstream.producers.gateway.streamed_answers import EventLines, StreamedAnswer, event_of

@@ -45,8 +45,17 @@ IMPORTED_BY_THE_PIPELINE = {
 ROOMS = {
     "topics": ("", "records", "wire", "kafka", "control", "metrics", "traces"),
     "producers": ("", "environments", "tasks", "episodes", "flow", "inference", "trajectories", "gateway", "worker"),
+    "pipeline": (
+        *("", "deployment", "control", "audit", "doctor", "run", "rescoring", "index", "report", "tools", "ui"),
+        *("roles", "launch"),
+    ),
+    "consumers.learner": (
+        *("objective", "checkpoint_paths", "config", "user_objectives", "pretrained", "reproducibility", "parallel"),
+        *("training", "records", "input", "startup", "learner", "retraining"),
+    ),
 }
-"""Folders of a package from the bottom up; its own modules are below them all."""
+"""Folders, and modules, of a package from the bottom up; where "" stands for its own modules, those are below them all.
+Folders that are not listed are free."""
 OF_A_MESSAGE = {"error", "value", "key", "offset", "partition", "timestamp", "headers"}
 
 
@@ -86,16 +95,23 @@ def direction(repository: Repository) -> Iterator[Violation]:
 
 
 def rooms(repository: Repository) -> Iterator[Violation]:
-    """Folders of a package import those below them."""
-    for module in repository.packages:
-        _, package, *rest = module.name.split(".")
-        order = ROOMS.get(package, ())
-        room = rest[0] if len(rest) > 1 or module.path.endswith(f"/{''.join(rest)}/__init__.py") else ""
-        for name, line, decides in module.imports:
-            target = name.removeprefix(f"rollstream.{package}.").split(".")[0]
-            if decides and target in order and order.index(target) > order.index(room):
-                remedy = f"move what it needs to {package}/{room} or below"
-                yield Violation(module.path, line, f"{room or package} may not import {name}; {remedy}")
+    """Folders of a package import those below them, so that a reader never climbs back."""
+    for package, order in ROOMS.items():
+        for module in repository.packages:
+            room = _room(module.name, package)
+            above = order[order.index(room) + 1 :] if room in order else ()
+            for name, line, decides in module.imports:
+                if decides and _room(name, package) in above:
+                    remedy = f"move what it needs to {package}/{room} or below"
+                    yield Violation(module.path, line, f"{room or package} may not import {name}; {remedy}")
+
+
+def _room(name: str, package: str) -> str | None:
+    """Return the folder or module of a package that a name is in; "" for an unlisted module, None for other folders."""
+    first, *rest = name.removeprefix(f"rollstream.{package}").removeprefix(".").split(".")
+    if not within(name, {f"rollstream.{package}"}):
+        return None
+    return first if first in ROOMS[package] else None if rest else ""
 
 
 def jax(repository: Repository) -> Iterator[Violation]:

@@ -13,7 +13,7 @@ import pytest
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
-from rollstream.pipeline.tools.lineage import policy_lineage
+from rollstream.pipeline.index.lineage import policy_lineage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end

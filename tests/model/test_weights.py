@@ -9,9 +9,8 @@ import pytest
 from confluent_kafka import OFFSET_END, TopicPartition
 
 from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import ChunksGone
+from rollstream.consumers.weights.content import ChunksGone, compress
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split

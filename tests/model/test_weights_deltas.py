@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.state_manager import StateManager

@@ -15,9 +15,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
-from rollstream.consumers.learner.input.packing import PackedStep, TrainingSequence, pack_for
+from rollstream.consumers.learner.objective import OptimizerConfig
 from rollstream.consumers.learner.parallel.mesh import build_mesh
-from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.training.packing import PackedStep, TrainingSequence, pack_for
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.parameters import shapes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.learner.training.objective import LossConfig, token_weight
+from rollstream.consumers.learner.objective import LossConfig, token_weight
 
 Floats = NDArray[np.floating]
 

@@ -10,9 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
+from rollstream.pipeline.ui_config import UiConfig
 from tests.support.loops import loop_in_a_thread
 
 _TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger
-from rollstream.pipeline.tools.plain_values import decoded
+from rollstream.pipeline.plain_values import decoded
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mark, PolicyManifest, TrainingBatch
 from rollstream.topics.wire.codec import encode

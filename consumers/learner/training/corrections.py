@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.training.objective import LossConfig
+from rollstream.consumers.learner.objective import LossConfig
 from rollstream.consumers.learner.training.surrogates import sequence_means, sequence_sums
 
 LARGEST_LOG_RATIO = 20.0

@@ -7,7 +7,7 @@ an error.
 import math
 from collections.abc import Mapping
 
-from rollstream.consumers.learner.training.objective import LossConfig
+from rollstream.consumers.learner.objective import LossConfig
 
 
 def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | None:

@@ -9,6 +9,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from rollstream.consumers.learner.objective import (
+    WEIGHT_MOMENTS,
+    LossConfig,
+    TokenArrays,
+    denominator_of,
+    needs_reference,
+    needs_teacher,
+)
 from rollstream.consumers.learner.training.corrections import (
     divergence,
     importance_weights,
@@ -16,14 +24,6 @@ from rollstream.consumers.learner.training.corrections import (
     off_policy_mask,
     rejected,
     returns,
-)
-from rollstream.consumers.learner.training.objective import (
-    WEIGHT_MOMENTS,
-    LossConfig,
-    TokenArrays,
-    denominator_of,
-    needs_reference,
-    needs_teacher,
 )
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.activations import sequence_parts

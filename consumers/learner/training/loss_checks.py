@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from numpy.typing import NDArray
 
+from rollstream.consumers.learner.objective import LossConfig, denominator_of, token_weight
 from rollstream.consumers.learner.training.loss import policy_loss_of
-from rollstream.consumers.learner.training.objective import LossConfig, denominator_of, token_weight
 from rollstream.consumers.learner.training.surrogates import Surrogate, UserLoss, surrogate_of, whole
 
 Floats = NDArray[np.float64]

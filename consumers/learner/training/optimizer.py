@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rollstream.consumers.learner.training.objective import Optimizer, OptimizerConfig, Schedule
+from rollstream.consumers.learner.objective import Optimizer, OptimizerConfig, Schedule
 from rollstream.consumers.learner.training.optimizer_state import in_bfloat16, keeping_shapes
-from rollstream.consumers.learner.training.user_objectives import user_optimizer, user_schedule
+from rollstream.consumers.learner.user_objectives import user_optimizer, user_schedule
 
 MUON_RMS = 0.2
 """Root mean square of muon's update per learning rate: equal to AdamW's (arXiv:2502.16982), for comparable rates."""

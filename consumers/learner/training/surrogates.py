@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.training.objective import LossRecipe, TokenArrays, TokenLoss
-from rollstream.consumers.learner.training.user_objectives import user_loss
+from rollstream.consumers.learner.objective import LossRecipe, TokenArrays, TokenLoss
+from rollstream.consumers.learner.user_objectives import user_loss
 from rollstream.topics.errors import ConfigurationError
 
 Surrogate = Callable[[TokenArrays, LossRecipe], TokenLoss]

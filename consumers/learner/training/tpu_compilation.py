@@ -166,7 +166,7 @@ def _snapshot_bytes(config: LearnerConfig, params: dict[str, Any], *, whole: boo
     import numpy as np
 
     from rollstream.consumers.learner.pretrained import published_dtype
-    from rollstream.consumers.learner.records.snapshot import HELD
+    from rollstream.consumers.learner.training.snapshot import HELD
 
     itemsize = 2 if published_dtype(config) == "bfloat16" else 4
     sizes = (leaf.size if whole else leaf.sharding.shard_shape(leaf.shape) for leaf in params.values())

@@ -18,13 +18,12 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.packing import (
-    PackedBatch,
-    PackedStep,
-    TrainingSequence,
-    pack_for,
-    rows_by_length,
-    words_of_row,
+from rollstream.consumers.learner.objective import (
+    MISMATCH_METRICS,
+    OptimizerConfig,
+    needs_proximal,
+    policy_metrics,
+    reported,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.parallel.gathering import gathering_of, of_rows, over_devices
@@ -36,14 +35,15 @@ from rollstream.consumers.learner.training.loss import (
     policy_loss,
     supervised_loss,
 )
-from rollstream.consumers.learner.training.objective import (
-    MISMATCH_METRICS,
-    OptimizerConfig,
-    needs_proximal,
-    policy_metrics,
-    reported,
-)
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
+from rollstream.consumers.learner.training.packing import (
+    PackedBatch,
+    PackedStep,
+    TrainingSequence,
+    pack_for,
+    rows_by_length,
+    words_of_row,
+)
 from rollstream.consumers.learner.training.teacher import teacher_of
 from rollstream.consumers.learner.training.trained_parameters import (
     chosen,

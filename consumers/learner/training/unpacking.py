@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.input.packing import parts
+from rollstream.consumers.learner.training.packing import parts
 
 _TOGETHER = 4
 """Segments that each pass over the positions looks at."""

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.reused_memory import ReusedMemory
-from rollstream.consumers.weights.chains import ChainBroken, forget
+from rollstream.consumers.weights.chains import ChainBroken, forget, load_version
 from rollstream.consumers.weights.content import Arrays, ChunksGone, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.loading import load_version
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError

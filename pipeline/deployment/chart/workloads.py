@@ -7,7 +7,7 @@ Two learners at once do no harm, because the brokers fence the older one.
 
 from typing import Any
 
-from rollstream.consumers.learner.records.checkpoint_paths import is_remote
+from rollstream.consumers.learner.checkpoint_paths import is_remote
 from rollstream.pipeline.command_line.process_number import AUTO
 from rollstream.pipeline.deployment.access_rules import TOPICS
 from rollstream.pipeline.deployment.chart.context import PROCESSES, TOOLS, RunChart, values_key

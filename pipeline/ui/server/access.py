@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping
 
-from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.secrets import resolve
 
 CHANGE_HEADER = "X-Rollstream"

@@ -10,12 +10,12 @@ from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
 from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.control import irreversible_actions as lasting_changes
 from rollstream.pipeline.control import steering
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.run_settings import settings_of
 from rollstream.pipeline.tools.ledger import live_ledger
+from rollstream.pipeline.ui import irreversible_actions
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
 from rollstream.pipeline.ui.server.background import Background
 from rollstream.pipeline.ui.server.index_filling import IndexFilling
@@ -115,15 +115,15 @@ class PageRun:
 
     async def command(self, body: Mapping[str, Any]) -> str:
         """Check and record a command, or make a lasting change; return a sentence about the change, else ""."""
-        if body.get("command") in lasting_changes.CHANGES:
-            return await self._changes.call(lambda: lasting_changes.make(self.config, body))
+        if body.get("command") in irreversible_actions.CHANGES:
+            return await self._changes.call(lambda: irreversible_actions.make(self.config, body))
         await self._commands.call(lambda: steering.record(self.config.kafka, self.name, body))
         return ""
 
     async def wanted(self) -> dict[str, Any]:
         """Return the state that the run should have after all commands, and its lasting changes."""
         wanted = await self._commands.call(lambda: steering.state(self.config.kafka, self.name))
-        return wanted | await self._commands.call(lambda: lasting_changes.state(self.config))
+        return wanted | await self._commands.call(lambda: irreversible_actions.state(self.config))
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""

@@ -9,12 +9,12 @@ from typing import Self
 
 from aiohttp import web
 
-from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server import answers
 from rollstream.pipeline.ui.server.access import CHANGE_HEADER, Access
 from rollstream.pipeline.ui.server.api import Api
 from rollstream.pipeline.ui.server.page_files import PageFiles
 from rollstream.pipeline.ui.server.page_run import PageRun, closed
+from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused, TopicError
 from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.learner.training.objective import LossConfig
+from rollstream.consumers.learner.objective import LossConfig
 from rollstream.infra.monitoring import alerts, dashboard
 from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS, COMMON
 from tests.support.paths import ROOT

@@ -23,7 +23,7 @@ from rollstream.consumers.grouping.selection_bias import (
     with_skipped,
 )
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.pipeline.run.demo_report import selection_text
+from rollstream.pipeline.audit.texts import selection_text
 from rollstream.topics.records import FateCount
 from tests.support.batches import random_batch
 

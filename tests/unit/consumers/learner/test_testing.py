@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rollstream.consumers.learner.objective import RECIPES, LossRecipe, TokenArrays
 from rollstream.consumers.learner.testing import check_loss
-from rollstream.consumers.learner.training.objective import RECIPES, LossRecipe, TokenArrays
 from rollstream.topics.errors import ConfigurationError
 
 SHORT = "ppo_clip"

@@ -13,7 +13,7 @@ from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.consumers.serving.served_versions import ServedCheckpoint
-from rollstream.consumers.weights.version_source import WholeVersion
+from rollstream.consumers.weights.follower import WholeVersion
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import PolicyManifest

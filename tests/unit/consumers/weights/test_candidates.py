@@ -1,6 +1,6 @@
 """The version that a follower tries next: the newest that is due. A version that may still come is not given up."""
 
-from rollstream.consumers.weights.candidates import VersionCandidates
+from rollstream.consumers.weights.follower import VersionCandidates
 from rollstream.topics.records import PolicyManifest
 
 

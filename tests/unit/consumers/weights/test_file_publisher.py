@@ -12,7 +12,7 @@ import pytest
 from rollstream.consumers.files.stores import FsspecStore
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
-from rollstream.consumers.weights.file_fetcher import fetch_files
+from rollstream.consumers.weights.fetcher import fetch_files
 from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_files
 from rollstream.consumers.weights.layout import ContentBuffer, full_content

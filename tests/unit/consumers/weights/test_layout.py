@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from rollstream.consumers.weights.compression import compress
-from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.content import WeightsRefused, compress
 from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
 from rollstream.topics.records import Chunk, PolicyManifest
 from rollstream.topics.wire.codec import decode, encode

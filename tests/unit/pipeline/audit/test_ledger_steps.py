@@ -9,7 +9,7 @@ from rollstream.pipeline.audit.ledger.batch_table import BatchTable
 from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.pipeline.run.demo_report import ledger_text
+from rollstream.pipeline.audit.texts import ledger_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 

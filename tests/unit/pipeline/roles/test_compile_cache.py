@@ -17,7 +17,7 @@ from pathlib import Path
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.run.jax_runtime import prepare_jax
 
 learner = LearnerConfig(
     compile_cache=sys.argv[1], model=DecoderConfig(num_hidden_layers=1), microbatch_rows=4, sequence_length=32

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.input.packing import TrainingSequence, pack_for
 from rollstream.consumers.learner.pretrained import resolved, tokenizer_of
+from rollstream.consumers.learner.training.packing import TrainingSequence, pack_for
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.parameters import shapes

@@ -8,7 +8,8 @@ import pytest
 
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run import demo, workspace
+from rollstream.pipeline.launch import demo
+from rollstream.pipeline.run import workspace
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError

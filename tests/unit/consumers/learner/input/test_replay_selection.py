@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rollstream.consumers.batch_reader import IndexedBatch
 from rollstream.consumers.learner.config import LearnerConfig, RolloutBufferConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan, chosen_rows
-from rollstream.consumers.learner.input.packing import sequences_of
 from rollstream.consumers.learner.input.replay_selection import BatchRow, PastUses, ReplaySelection
+from rollstream.consumers.learner.training.packing import sequences_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
 from rollstream.topics.records.batch_uses import reused_share, rows_of, trained_rows

@@ -10,9 +10,9 @@ import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
-from rollstream.consumers.learner.input.packing import pack_for, sequences_of
 from rollstream.consumers.learner.input.row_checks import unfit_rows
-from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.objective import OptimizerConfig
+from rollstream.consumers.learner.training.packing import pack_for, sequences_of
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps
 from rollstream.consumers.learner.config import CheckpointConfig
-from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps
 from rollstream.consumers.learner.records.fork import copy_checkpoint
 from rollstream.topics.errors import ConfigurationError, StateRefused
 

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.objective import EFFECTIVE_SAMPLES, LossConfig, policy_metrics, reported
 from rollstream.consumers.learner.training.loss import policy_loss_of
-from rollstream.consumers.learner.training.objective import EFFECTIVE_SAMPLES, LossConfig, policy_metrics, reported
 from rollstream.topics.errors import ConfigurationError
 from tests.support.microbatches import Sample, denominators, microbatch, row_by_row
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.input.packing import sequences_of
+from rollstream.consumers.learner.objective import LossConfig
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.loss import policy_loss
-from rollstream.consumers.learner.training.objective import LossConfig
+from rollstream.consumers.learner.training.packing import sequences_of
 from rollstream.consumers.models import decoder
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.topics.records import TrainingBatch

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rollstream.consumers.learner.objective import LossConfig, policy_metrics
 from rollstream.consumers.learner.training.loss import log_probs, policy_loss, supervised_loss
-from rollstream.consumers.learner.training.objective import LossConfig, policy_metrics
 from rollstream.consumers.models import decoder
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from tests.support.microbatches import Sample, denominators, microbatch, row_by_row

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.objective import RECIPES, LossConfig, policy_metrics
 from rollstream.consumers.learner.training.loss import policy_loss_of
-from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics
 from rollstream.consumers.learner.training.surrogates import SURROGATES
 from rollstream.topics.errors import ConfigurationError
 from tests.support.microbatches import Sample, denominators, microbatch, row_by_row

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.objective import OptimizerConfig
 from rollstream.consumers.learner.training.optimizer import (
     make_optimizer,
     make_schedule,

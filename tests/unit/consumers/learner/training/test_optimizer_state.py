@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from rollstream.consumers.learner.config import CheckpointConfig
+from rollstream.consumers.learner.objective import OptimizerConfig
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
-from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.optimizer import make_optimizer
 from rollstream.consumers.learner.training.optimizer_state import (
     in_bfloat16,

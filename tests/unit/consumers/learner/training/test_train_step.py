@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig, WarmStartConfig
-from rollstream.consumers.learner.input.packing import TrainingSequence, pack, pack_for, sequences_of
+from rollstream.consumers.learner.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.startup import begin, load_teacher, supervised
 from rollstream.consumers.learner.training import train_step as step_module
-from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.training.optimizer import make_schedule
+from rollstream.consumers.learner.training.packing import TrainingSequence, pack, pack_for, sequences_of
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models import decoder, huggingface
 from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.input.packing import pack_for
+from rollstream.consumers.learner.training.packing import pack_for
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.parameters import shapes
 from tests.support.mesh_child import CONFIG, rollouts

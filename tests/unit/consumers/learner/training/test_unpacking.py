@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.bin_packing import layout
-from rollstream.consumers.learner.input.packing import (
+from rollstream.consumers.learner.objective import LossConfig, token_weight, trains
+from rollstream.consumers.learner.training.bin_packing import layout
+from rollstream.consumers.learner.training.packing import (
     PackedBatch,
     PackedStep,
     TrainingSequence,
@@ -20,7 +21,6 @@ from rollstream.consumers.learner.input.packing import (
     rows_by_length,
     words_of_row,
 )
-from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.learner.training.unpacking import unpacked
 from rollstream.consumers.models.config import DecoderConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.control.irreversible_actions import CHANGES
 from rollstream.pipeline.control.steering import COMMANDS, SCALED
+from rollstream.pipeline.ui.irreversible_actions import CHANGES
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "pipeline" / "ui" / "page"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.launch.demo_faults import Fault, FaultInjector, FaultPlan, faults_text, plan_faults
 from rollstream.pipeline.run import plan as plans
-from rollstream.pipeline.run.demo_faults import Fault, FaultInjector, FaultPlan, faults_text, plan_faults
 from tests.support.paths import ROOT
 
 DEMO = load(ROOT / "recipes" / "dsort3" / "run.toml")

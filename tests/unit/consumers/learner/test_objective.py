@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.learner.training.objective import (
+from rollstream.consumers.learner.objective import (
     RECIPES,
     LossConfig,
     LossRecipe,

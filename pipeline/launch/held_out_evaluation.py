@@ -4,7 +4,7 @@ server."""
 import asyncio
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.demo_report import HeldOutScore
+from rollstream.pipeline.launch.demo_report import HeldOutScore
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.inference.client import client_of

@@ -9,18 +9,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.past_steps import batches_of
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.input.step_loader import BatchLoader, LoadedStep
 from rollstream.consumers.learner.parallel.team import Alone, Team
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
-from rollstream.consumers.learner.records.past_steps import batches_of
-from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
+from rollstream.consumers.learner.training.snapshot import snapshot
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
-from rollstream.consumers.learner.training.user_objectives import code_of
+from rollstream.consumers.learner.user_objectives import code_of
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused

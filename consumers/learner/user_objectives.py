@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.training.objective import (
+from rollstream.consumers.learner.objective import (
     LOSSES,
     OPTIMIZERS,
     RECIPES,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rollstream.pipeline.launch.scale_report import ScaleReport
+from rollstream.pipeline.launch.scale_series import ScalePoint, ScaleSeries
 from rollstream.pipeline.run.reading_evidence import Coverage, Handover
-from rollstream.pipeline.run.scale_report import ScaleReport
-from rollstream.pipeline.run.scale_series import ScalePoint, ScaleSeries
 
 
 def series(*processes: int) -> ScaleSeries:

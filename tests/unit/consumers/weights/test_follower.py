@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.step_writer import StepWriter
-from rollstream.consumers.weights.version_source import VersionSource
+from rollstream.consumers.weights.follower import VersionSource
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.codec import decode_as

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollstream.pipeline.config import RunConfig, ScaleDemoConfig, load
-from rollstream.pipeline.run.synthetic_load import GROUP_SIZE, duration_s, rate_at, rollouts
+from rollstream.pipeline.launch.synthetic_load import GROUP_SIZE, duration_s, rate_at, rollouts
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Rollout
 from rollstream.topics.wire.validation import problems

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.weights.compression import NotCompressed, compress, decompress, pays
+from rollstream.consumers.weights.content import NotCompressed, compress, decompress, pays
 
 RNG = np.random.default_rng(0)
 NOISE = RNG.standard_normal(500_000).astype("<f4")

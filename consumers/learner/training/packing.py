@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.bin_packing import layout
-from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
+from rollstream.consumers.learner.objective import LossConfig, token_weight, trains
+from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 

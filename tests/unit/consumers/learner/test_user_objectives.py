@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.objective import LossConfig, OptimizerConfig, TokenArrays
 from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.testing import check_loss
-from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig, TokenArrays
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule
 from rollstream.consumers.learner.training.surrogates import surrogate_of
-from rollstream.consumers.learner.training.user_objectives import code_of
+from rollstream.consumers.learner.user_objectives import code_of
 from rollstream.topics.errors import ConfigurationError
 from tests.support.objectives import write_objectives
 

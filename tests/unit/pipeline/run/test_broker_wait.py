@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.roles import broker_wait
+from rollstream.pipeline.run import broker_wait
 from rollstream.pipeline.run.role_process import READY_VARIABLE, RolePhase
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor

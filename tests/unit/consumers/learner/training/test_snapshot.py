@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
+from rollstream.consumers.learner.training.snapshot import Snapshots, snapshot
 from rollstream.consumers.weights.conversion import converted
 from rollstream.topics.wire.params_digest import params_digest
 from tests.support.paths import ROOT
@@ -19,7 +19,7 @@ SHARDED = """
 import json
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from rollstream.consumers.learner.records.snapshot import snapshot
+from rollstream.consumers.learner.training.snapshot import snapshot
 from rollstream.topics.wire.params_digest import params_digest
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))

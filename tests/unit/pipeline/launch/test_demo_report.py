@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from rollstream.pipeline.audit.texts import ledger_text, verification_text
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
-from rollstream.pipeline.run.demo_engine import EngineUse
-from rollstream.pipeline.run.demo_faults import Fault
-from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore, ledger_text, verification_text
-from rollstream.pipeline.tools.lineage import LineageNode
+from rollstream.pipeline.index.lineage import LineageNode
+from rollstream.pipeline.launch.demo_engine import EngineUse
+from rollstream.pipeline.launch.demo_faults import Fault
+from rollstream.pipeline.launch.demo_report import DemoReport, HeldOutScore
 from rollstream.pipeline.tools.replay import ReplayComparison
 
 BOOK: dict[str, Any] = {

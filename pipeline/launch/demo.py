@@ -23,14 +23,15 @@ from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENGINE, ENV, GROUP, LEARN
 from rollstream.pipeline.index.indexed_run import RolloutPlace, indexed_run
-from rollstream.pipeline.roles.jax_runtime import require_jax
+from rollstream.pipeline.index.lineage import LineageNode, record_lineage
+from rollstream.pipeline.launch.demo_engine import add_flags, engine_use, with_engine
+from rollstream.pipeline.launch.demo_faults import Fault, FaultInjector, plan_faults
+from rollstream.pipeline.launch.demo_report import DemoReport, HeldOutScore
+from rollstream.pipeline.launch.held_out_evaluation import evaluate
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
-from rollstream.pipeline.run.demo_engine import add_flags, engine_use, with_engine
-from rollstream.pipeline.run.demo_faults import Fault, FaultInjector, plan_faults
-from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore
 from rollstream.pipeline.run.display import Display
-from rollstream.pipeline.run.held_out_evaluation import evaluate
+from rollstream.pipeline.run.jax_runtime import require_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
@@ -39,7 +40,6 @@ from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.warm_start import demonstrated
 from rollstream.pipeline.tools import topics
-from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.report import write_report
 from rollstream.pipeline.tools.top import frame
@@ -119,7 +119,7 @@ def recipe_of(args: argparse.Namespace) -> Path:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run the demo; 0 if the model learned, the ledger balances and every batch follows from the log, else 1."""
     if args.scale:
-        from rollstream.pipeline.run import scale_demo
+        from rollstream.pipeline.launch import scale_demo
 
         return scale_demo.run(config, args, start_kafka)
     began = time.monotonic()

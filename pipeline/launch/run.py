@@ -19,12 +19,12 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control.steering import answer, put_back
 from rollstream.pipeline.deployment.description import ENV, GROUP, LEARN
-from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.display import Display
+from rollstream.pipeline.run.jax_runtime import require_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.retraining import RetrainedStep, Retraining
 from rollstream.consumers.learner.reproducibility import differences, fingerprint
+from rollstream.consumers.learner.retraining import RetrainedStep, Retraining
 
 
 def test_settings_are_told_one_by_one() -> None:

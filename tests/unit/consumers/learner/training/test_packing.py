@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.bin_packing import first_fit, layout
-from rollstream.consumers.learner.input.packing import (
+from rollstream.consumers.learner.training.bin_packing import first_fit, layout
+from rollstream.consumers.learner.training.packing import (
     PackedBatch,
     PackedStep,
     TrainingSequence,

@@ -1,0 +1,1 @@
+"""Commands that start a whole run: `rollstream run` and `rollstream demo`."""
