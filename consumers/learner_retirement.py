@@ -8,7 +8,7 @@ start until it is resumed.
 
 import time
 
-from rollstream.consumers.step_log import read_learners, read_publications
+from rollstream.consumers.step_log import all_steps, read_publications
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.forked_learners import forked_learners
 from rollstream.topics.control.named_records import write_named
@@ -27,7 +27,7 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
     """
     for name in ("steps", "policies"):
         await_markers(kafka, topic_name(run, name))
-    known = read_learners(kafka, run).keys() | forked_learners(kafka, run).keys()
+    known = {step.learner for step in all_steps(kafka, run)} | forked_learners(kafka, run).keys()
     if learner not in known:
         raise ConfigurationError(
             f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"

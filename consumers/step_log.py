@@ -39,20 +39,18 @@ TopicRecord = tuple[str, bytes, bytes]
 
 def read_steps(kafka: KafkaConfig, run: str, learner: str) -> dict[int, LearnerStep]:
     """The newest committed record of each step of a learner, by step; unreadable records are skipped and logged."""
-    return {record.step: record for record in _all_steps(kafka, run) if record.learner == learner}
+    return {record.step: record for record in all_steps(kafka, run) if record.learner == learner}
 
 
-def _all_steps(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> Iterator[LearnerStep]:
+def all_steps(
+    kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None, start: int = BEGINNING
+) -> Iterator[LearnerStep]:
+    """Yield the committed records of a run's steps in the order of the log: a later record of a step replaces it.
+
+    `skipped` gets the unreadable records; by default they are logged.
+    """
     messages = read_to_end(kafka, topic_name(run, "steps"), start=start)
-    return (record for _message, record in SkippedRecords("learner").records(LearnerStep, messages))
-
-
-def read_learners(kafka: KafkaConfig, run: str) -> dict[str, float]:
-    """Learners on record in a run, each with the time of its newest record."""
-    newest: dict[str, float] = {}
-    for record in _all_steps(kafka, run):
-        newest[record.learner] = max(newest.get(record.learner, 0.0), record.timestamp)
-    return newest
+    return (record for _message, record in (skipped or SkippedRecords("learner")).records(LearnerStep, messages))
 
 
 class Publication(NamedTuple):
@@ -71,7 +69,7 @@ def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | N
     version of a rollback has the time 0, because the learner that it names did not publish it then.
     """
     offsets = start or {}
-    steps = _all_steps(kafka, run, offsets.get(topic_name(run, "steps"), BEGINNING))
+    steps = all_steps(kafka, run, start=offsets.get(topic_name(run, "steps"), BEGINNING))
     policies = topic_name(run, "policies")
     messages = read_to_end(kafka, policies, start=offsets.get(policies, BEGINNING))
     of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]

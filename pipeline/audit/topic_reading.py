@@ -12,7 +12,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, TrainingBatch
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, TrainingBatch
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.validation import batch_problems, entry_problems
 
@@ -69,13 +69,6 @@ def read_journal(
     messages = read_to_end(kafka, topic_name(run, "journal"), partitions=[partition])
     records = ((message.offset, journal_record(message, skipped)) for message in messages)
     return [(offset, record) for offset, record in records if record is not None]
-
-
-def read_steps(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> list[LearnerStep]:
-    """Return the newest record of each step of each learner, in order."""
-    records = skipped.records(LearnerStep, read_to_end(kafka, topic_name(run, "steps")))
-    newest = {(step.learner, step.step): step for _message, step in records}
-    return [newest[key] for key in sorted(newest)]
 
 
 def _refuse(problems: list[str]) -> None:

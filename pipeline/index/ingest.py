@@ -6,7 +6,7 @@ The result depends on the records of each partition and their order, not on the 
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,13 +24,13 @@ from rollstream.pipeline.index.rollout_rows import (
 from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.metrics.catalogue import SUBJECTS
 from rollstream.topics.records import JournalRecord, LearnerStep, Metrics, Rollout, TrainingBatch
 from rollstream.topics.records.fates import DROPPED
 from rollstream.topics.records.offset_ranges import spans_of
 from rollstream.topics.wire.catalogue import name_in_run
-from rollstream.topics.wire.codec import decode_as
-from rollstream.topics.wire.validation import batch_problems, decode_journal
+from rollstream.topics.wire.validation import batch_problems
 
 BUCKET_MS = 10_000
 """Length of a time bucket. Only the last value of each component's metric within a bucket is kept."""
@@ -42,8 +42,8 @@ COMPONENT_SERIES = {
     "group": ("lag", "in_flight", "open_groups"),
 }
 """Metrics of components that become series, by role."""
-_KINDS: dict[str, type] = {"batches": TrainingBatch, "steps": LearnerStep, "metrics": Metrics, "evals": Rollout}
-"""Kind of the records of each topic with rows, besides `rollouts` and `journal`."""
+_WITH_ROWS = ("journal", "batches", "steps", "metrics", "evals")
+"""Topics with rows, besides `rollouts`."""
 _ADD_PRODUCED = """insert into produced values (?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
     rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
     length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
@@ -59,6 +59,8 @@ class Ingest:
         self._groups: dict[str, int] = {}
         self._clocks: dict[int, Clock] = {}
         self._table = RolloutTable(connection)
+        rows = self._journal, self._batch, self._step, self._metrics, self._evaluated
+        self._rows: dict[str, Callable[[KafkaRecord, Any], None]] = dict(zip(_WITH_ROWS, rows, strict=True))
         self._used: set[str] = set()
         """Batches whose rows, or uses by steps, changed in this transaction."""
 
@@ -150,20 +152,12 @@ class Ingest:
 
     def other(self, message: KafkaRecord, record: object = None) -> None:
         """Write a record of another topic; `record` is the decoded record if it was decoded already."""
-        with suppress(RecordError):
-            record = decoded(message) if record is None else record
-            if isinstance(record, JournalRecord):
-                self._journal(record)
-            elif isinstance(record, TrainingBatch):
-                self._batch(message, record)
-            elif isinstance(record, LearnerStep):
-                self._step(record)
-            elif isinstance(record, Metrics):
-                self._metrics(message, record)
-            elif isinstance(record, Rollout):
-                self._evaluated(record)
+        write, record = self._rows.get(name_in_run(message.topic)), decoded(message) if record is None else record
+        if write is not None and record is not None:
+            with suppress(RecordError):
+                write(message, record)
 
-    def _journal(self, record: JournalRecord) -> None:
+    def _journal(self, _message: KafkaRecord, record: JournalRecord) -> None:
         partition = record.partition
         before = self.db.execute("select position, sequence from settled where partition = ?", (partition,)).fetchone()
         read, sequence = before or (record.begin, -1)
@@ -215,7 +209,7 @@ class Ingest:
         self.db.execute("insert or ignore into batches (name) values (?)", (name,))
         return int(self.db.execute("select id from batches where name = ?", (name,)).fetchone()[0])
 
-    def _step(self, step: LearnerStep) -> None:
+    def _step(self, _message: KafkaRecord, step: LearnerStep) -> None:
         self.db.execute("delete from step_metrics where learner = ? and step = ?", (step.learner, step.step))
         self.db.executemany(
             "insert or replace into step_metrics values (?, ?, ?, ?)",
@@ -242,7 +236,7 @@ class Ingest:
             [(role, name, time_ms // BUCKET_MS, _subject(record), values[name]) for name in wanted if name in values],
         )
 
-    def _evaluated(self, rollout: Rollout) -> None:
+    def _evaluated(self, _message: KafkaRecord, rollout: Rollout) -> None:
         # Branches of an episode have the same score. If an evaluation was repeated, the newer answers count.
         self.db.execute(
             "insert or replace into evaluated values (?, ?, ?, ?, ?)",
@@ -257,12 +251,9 @@ class Ingest:
 
 
 def decoded(message: KafkaRecord) -> object:
-    """Decode a record of another topic than `rollouts`; None for topics without rows. Raises RecordError."""
-    name = name_in_run(message.topic)
-    if name == "journal":
-        return decode_journal(message.value)
-    kind = _KINDS.get(name)
-    return None if kind is None else decode_as(kind, message.value)
+    """Decode a record of another topic than `rollouts`; None for topics without rows, and for invalid records."""
+    rows = name_in_run(message.topic) in _WITH_ROWS
+    return SkippedRecords(logged=False).record(message) if rows else None
 
 
 def _subject(record: Metrics) -> str:

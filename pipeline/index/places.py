@@ -6,8 +6,9 @@ An index holds no fates and no batches, only the places of the records that have
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 from rollstream.consumers.grouping.process.bootstrap import journal_record
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
@@ -20,9 +21,6 @@ from rollstream.topics.records.offset_ranges import spans_of
 from rollstream.topics.wire.catalogue import name_in_run
 from rollstream.topics.wire.codec import kind_of, leading_text
 from rollstream.topics.wire.validation import entry_problems
-
-_KINDS: dict[str, type] = {"batch-index": BatchIndexEntry, "steps": LearnerStep, "policies": PolicyManifest}
-"""Kind of the records of each topic whose places are kept, besides `rollouts` and `journal`."""
 
 
 def uid_key(uid: bytes) -> int:
@@ -39,6 +37,13 @@ class PlaceTables:
         self._histories: dict[int, ConfigurationHistory] = {}
         self._skipped: dict[tuple[str, int], SkippedRecords] = {}
         """Records skipped in the open transaction, by topic and partition."""
+        self._partitions = 0
+        self._tables: dict[str, Callable[[KafkaRecord, Any], None]] = {
+            "journal": self._journal,
+            "batch-index": self._entry,
+            "steps": self._step,
+            "policies": self._policy,
+        }
 
     def forget(self) -> None:
         """Forget the changes of a transaction that ended."""
@@ -61,21 +66,14 @@ class PlaceTables:
         name = name_in_run(message.topic)
         skipped = self._skipped.setdefault((name, message.partition), SkippedRecords(logged=False))
         record: object = None
+        self._partitions = partitions
         with skipped.passing(message):
             try:
-                record = (
-                    journal_record(message, skipped) if name == "journal" else skipped.decode(_KINDS[name], message)
-                )
+                record = journal_record(message, skipped) if name == "journal" else skipped.record(message)
             except StateRefused as error:
                 self._db.execute("insert or ignore into refused values (?)", (str(error),))
-            if isinstance(record, JournalRecord):
-                self._journal(message, record)
-            elif isinstance(record, BatchIndexEntry):
-                self._entry(message, record, partitions)
-            elif isinstance(record, LearnerStep):
-                self._step(message, record)
-            elif isinstance(record, PolicyManifest):
-                self._policy(message, record)
+            if record is not None:
+                self._tables[name](message, record)
         return record
 
     def finish(self) -> None:
@@ -111,10 +109,10 @@ class PlaceTables:
             [(partition, first, last, message.offset) for first, last in finished_spans(record.finished)],
         )
 
-    def _entry(self, message: KafkaRecord, entry: BatchIndexEntry, partitions: int) -> None:
+    def _entry(self, message: KafkaRecord, entry: BatchIndexEntry) -> None:
         if problems := entry_problems(entry):
             raise RecordError(problems[0])
-        if entry.partition >= partitions:
+        if entry.partition >= self._partitions:
             raise RecordError(f"batch {entry.batch_id} is of a partition that the run does not have")
         versions = entry.lowest_version, entry.highest_version
         row = (entry.batch_id, entry.partition, message.offset, *versions, message.value)

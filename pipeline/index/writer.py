@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from rollstream.pipeline.index.log_source import PLACES, ROLLOUTS, IndexSource
 from rollstream.pipeline.index.places import PlaceTables
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.logs import event
@@ -335,8 +335,7 @@ def _waiting(message: KafkaRecord, record: object) -> _Waiting:
     """Note the position up to which `rollouts` must be read before a record that names rollouts."""
     own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
     if record is None and own[0] in ("journal", "batches"):
-        with suppress(RecordError):
-            record = decoded(message)
+        record = decoded(message)
     if isinstance(record, JournalRecord):
         return _Waiting(message, own, (ROLLOUTS, record.partition), record.position, record)
     if isinstance(record, TrainingBatch) and len(record.source_offsets):

@@ -8,7 +8,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.pipeline.run.component_metrics import NewestMetrics
@@ -23,16 +23,8 @@ from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import DeadlineExceeded, RecordError
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import (
-    BatchIndexEntry,
-    JournalRecord,
-    LearnerStep,
-    Metrics,
-    PausedPartition,
-    PolicyManifest,
-    Rollout,
-)
-from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.records import PausedPartition, Rollout
+from rollstream.topics.wire.catalogue import name_in_run, topic_name
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.validation import REWARD_LIMIT
 
@@ -84,19 +76,10 @@ class RunObserver:
         None. `logged` tells whether each skipped record is logged. `labeling_group` is the full name of the labelers'
         consumer group; with it, records that wait for labels are counted. `log` is read instead of the run's topics.
         `step_patience_s` is the time without a step after which the run may count as stalled."""
-        self._rollouts, self._index, self._steps, self._policies, self._journal = (
-            topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
+        self._rollouts, self._metrics, self._control = (
+            topic_name(run, topic) for topic in ("rollouts", "metrics", "control")
         )
-        self._metrics = topic_name(run, "metrics")
-        self._control = topic_name(run, "control")
         self._kafka, self._step_patience_s = kafka, step_patience_s
-        self._kinds: dict[str, type] = {
-            self._index: BatchIndexEntry,
-            self._steps: LearnerStep,
-            self._policies: PolicyManifest,
-            self._journal: JournalRecord,
-            self._metrics: Metrics,
-        }
         self._paused: dict[int, PausedPartition] = {}
         self._wanted, self._flat = DesiredState(), FlatEnvironments()
         self._foreign = SkippedRecords(logged=False)
@@ -118,6 +101,13 @@ class RunObserver:
         self._watch = SelectionWatch()
         self._statistics = RunStatistics(run)
         self._components = NewestMetrics()
+        self._counting: dict[str, Callable[[Any, int], None]] = {
+            "batch-index": self._statistics.entry,
+            "steps": self._statistics.step,
+            "policies": self._statistics.manifest,
+            "journal": self._statistics.journal,
+            "metrics": lambda record, _at_ms: self._components.add(record),
+        }
         self._labeling = LabelingWatch(kafka, run, labeling_group) if labeling_group else None
 
     def poll(self, timeout_s: float = 0.0) -> int:
@@ -221,19 +211,10 @@ class RunObserver:
             self._labeling.close()
 
     def _count(self, message: KafkaRecord) -> None:
-        topic, at_ms = message.topic, message.timestamp_ms
-        record = self.skipped.decode(self._kinds[topic], message)
-        if isinstance(record, BatchIndexEntry):
-            self._statistics.entry(record, at_ms)
-        elif isinstance(record, LearnerStep):
-            self._statistics.step(record, at_ms)
-        elif isinstance(record, PolicyManifest):
-            self._statistics.manifest(record, at_ms)
-        elif isinstance(record, JournalRecord):
-            self._counts_moved = True
-            self._statistics.journal(record, at_ms)
-        elif isinstance(record, Metrics):
-            self._components.add(record)
+        record, name = self.skipped.record(message), name_in_run(message.topic)
+        if record is not None:
+            self._counts_moved |= name == "journal"
+            self._counting[name](record, message.timestamp_ms)
 
     def _score(self, message: KafkaRecord) -> None:
         place = (message.timestamp_ms, message.partition, message.offset)

@@ -19,6 +19,7 @@ from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.step_log import all_steps
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import place_of
@@ -368,7 +369,7 @@ def _learners(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[di
             # Forks are read before steps, so that a learner that starts in the meantime is in one of the two.
             forks = forked_learners(kafka, owner).items()
             forked |= {(owner, name): fork.position for name, fork in forks if fork.input_run == run}
-            for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
+            for step in all_steps(kafka, owner, skipped):
                 if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
                     publishers[owner] = step
                 before = newest.get((owner, step.learner))

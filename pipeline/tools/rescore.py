@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import Any
 
 from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.step_log import all_steps
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.pipeline.audit.process_pool import spread
-from rollstream.pipeline.audit.topic_reading import read_steps
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.command_line.text_tables import command_text, printable, table
@@ -32,11 +32,10 @@ from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.run.batch_run import prepare, write_index
 from rollstream.producers.environments.verifier_pool import VerifierPool
+from rollstream.topics.control.named_records import read_named
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch
-from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import topic_name
 
 _ROWS = 20
@@ -130,7 +129,7 @@ def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
 def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: ScoredRun) -> RescoringReport:
     corrected = _corrected(config, rescoring, scored)
     skipped, policies = SkippedRecords(logged=False), read_policies(config.kafka, config.run, none_whole, logged=False)
-    steps = read_steps(config.kafka, config.run, skipped)
+    steps = {(step.learner, step.step): step for step in all_steps(config.kafka, config.run, skipped)}.values()
     learners = consequences(steps, policies.by_version.values(), config.run, corrected.batches)
     report = RescoringReport(rescoring, scored.rollouts, corrected, learners, into=args.into)
     name = args.learner or config.learner.name
@@ -140,7 +139,8 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
         report.fork_command = _fork_command(config, args, report.fork_step)
         taken = taken_until(steps, config.run, name, report.fork_step)
     if args.into is not None:
-        taken = {**taken, **_excluded(config, skipped)}
+        # Learners leave out excluded batches, so the new batches leave out their rollouts.
+        taken = {**taken, **dict.fromkeys(read_named(config.kafka, config.run, "excluded", ExcludedBatch), ())}
         partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
         prepare(config.kafka, config.run, args.into, replace(config.topics, partitions=partitions))
         entries = _corrected(config, rescoring, scored, args.into, taken).entries
@@ -166,13 +166,6 @@ def _corrected(
             whole.merge(part)
             show(done, partitions)
     return whole
-
-
-def _excluded(config: RunConfig, skipped: SkippedRecords) -> TakenRows:
-    """Return the batches that learners leave out, so that the new batches leave out their rollouts."""
-    control = read_to_end(config.kafka, topic_name(config.run, "control"))
-    messages = (message for message in control if codec.kind_of(message.value) == "ExcludedBatch")
-    return {record.batch_id: () for _message, record in skipped.records(ExcludedBatch, messages)}
 
 
 # ---------------------------------------------------------------------- fork

@@ -7,17 +7,15 @@ This process makes them at once, as `rollstream weights rollback` and `rollstrea
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollstream.consumers.weights.rollback import note_of, roll_back
+from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.exclude import put_on_record, settings_of
 from rollstream.pipeline.tools.exclusion_marks import Exclusion, newest, partition_configurations
+from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.control.named_records import read_named
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import ExcludedBatch, PolicyManifest
-from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.records import ExcludedBatch
 
 _MOST_NAMED = 20
 _WAIT_S = 60.0
@@ -42,13 +40,10 @@ def state(config: RunConfig) -> dict[str, Any]:
 
 def _rollbacks(config: RunConfig) -> dict[str, str]:
     """Return, for each policy version published by a rollback, the source of its parameters and the reason."""
-    skipped = SkippedRecords(logged=False)
-    messages = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
-    notes = {manifest.version: note_of(message) for message, manifest in messages}
     return {
         f"version {version}": f"has the parameters of version {note.source}, by {note.by}: {note.reason}"
-        for version, note in sorted(notes.items())
-        if note is not None
+        for version, published in sorted(PublishedVersions(config).by_number.items())
+        if (note := published.rollback) is not None
     }
 
 

@@ -14,7 +14,8 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.catalogue import name_in_run, spec_of
+from rollstream.topics.wire.codec import decode_as, record_types
 from rollstream.topics.wire.validation import decode_journal
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,11 @@ class SkippedRecords:
                 return cast(R, decode_journal(message.value))
             return decode_as(cls, message.value)
         return None
+
+    def record(self, message: KafkaRecord) -> Any:
+        """Decode as `decode` does; the catalogue says of which kind the records of the message's topic are."""
+        [kind] = spec_of(name_in_run(message.topic)).values
+        return self.decode(record_types()[kind], message)
 
     def records(self, cls: type[R], messages: Iterable[KafkaRecord]) -> Iterator[tuple[KafkaRecord, R]]:
         """Yield each message with its record, without those that `decode` skips."""
