@@ -15,9 +15,9 @@ from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
-from rollstream.pipeline.index.log_source import PLACES, IndexSource, TopicSource
 from rollstream.pipeline.index.places import history_of, uid_key
 from rollstream.pipeline.index.writer import IndexWriter, index_file
+from rollstream.pipeline.run.log_source import PLACES, LogSource, TopicSource
 from rollstream.topics.errors import RecordError, StateRefused, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
@@ -96,7 +96,7 @@ def indexed_run(config: RunConfig) -> Iterator["IndexedRun"]:
 class IndexedRun:
     """One run, whose entries, steps, uses of batches and manifests are in the tables of places."""
 
-    def __init__(self, db: sqlite3.Connection, source: IndexSource) -> None:
+    def __init__(self, db: sqlite3.Connection, source: LogSource) -> None:
         """`source` has single records."""
         self.run = source.run
         self._db, self._source = db, source

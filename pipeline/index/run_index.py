@@ -15,9 +15,9 @@ from rollstream.pipeline.index import details as rollout_details
 from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series, sqlite_files
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
-from rollstream.pipeline.index.log_source import ArchiveSource, IndexSource, TopicSource
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.writer import IndexWriter, index_file
+from rollstream.pipeline.run.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 
@@ -39,7 +39,7 @@ class _Opened(NamedTuple):
 class RunIndex(Closing):
     """The index of one run."""
 
-    def __init__(self, config: RunConfig, path: Path, source: IndexSource) -> None:
+    def __init__(self, config: RunConfig, path: Path, source: LogSource) -> None:
         """Use `RunIndex.open` instead."""
         self._config, self._path, self._source = config, path, source
         self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
@@ -54,7 +54,7 @@ class RunIndex(Closing):
         Without `fills` the index is only queried: another process has created its file and fills it. Raises TopicError
         if the run does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
         """
-        source: IndexSource
+        source: LogSource
         if archive:
             source = ArchiveSource(open_store(archive), config.run)
         else:

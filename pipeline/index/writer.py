@@ -20,8 +20,8 @@ from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.ingest import Ingest, decoded
-from rollstream.pipeline.index.log_source import PLACES, ROLLOUTS, IndexSource
 from rollstream.pipeline.index.places import PlaceTables
+from rollstream.pipeline.run.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
@@ -67,7 +67,7 @@ class IndexWriter(Closing):
     def __init__(
         self,
         path: Path,
-        source: IndexSource,
+        source: LogSource,
         layer: str = schema.ROWS,
         *,
         commit_records: int = 0,

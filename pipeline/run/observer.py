@@ -14,21 +14,22 @@ from rollstream.consumers.grouping.selection_bias import SelectionWatch, selecti
 from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.flat_environments import FlatEnvironments
 from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
-from rollstream.pipeline.run.observed_log import ObservedLog, TopicLog
+from rollstream.pipeline.run.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.paused_partitions import note_paused
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import DeadlineExceeded, RecordError
-from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import PausedPartition, Rollout
-from rollstream.topics.wire.catalogue import name_in_run, topic_name
+from rollstream.topics.wire.catalogue import name_in_run
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.validation import REWARD_LIMIT
 
 EXACT = "exact"
+_UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 _NEWEST_METRICS = 5000
 """Number of older records to read from each partition of `metrics`; components write one every few seconds."""
 
@@ -69,29 +70,27 @@ class RunObserver:
         keep: int | None = None,
         logged: bool = True,
         labeling_group: str = "",
-        log: ObservedLog | None = None,
+        log: LogSource | None = None,
         step_patience_s: float = STEP_PATIENCE_S,
     ) -> None:
         """The observer remembers at least `keep` and at most twice `keep` of the newest rollouts, or all if `keep` is
         None. `logged` tells whether each skipped record is logged. `labeling_group` is the full name of the labelers'
         consumer group; with it, records that wait for labels are counted. `log` is read instead of the run's topics.
         `step_patience_s` is the time without a step after which the run may count as stalled."""
-        self._rollouts, self._metrics, self._control = (
-            topic_name(run, topic) for topic in ("rollouts", "metrics", "control")
-        )
         self._kafka, self._step_patience_s = kafka, step_patience_s
         self._paused: dict[int, PausedPartition] = {}
         self._wanted, self._flat = DesiredState(), FlatEnvironments()
         self._foreign = SkippedRecords(logged=False)
         """Invalid records of `control`; the roles that read this topic count them, so `skipped` does not."""
-        self._log: ObservedLog = log or TopicLog(kafka, run)
+        # Latency does not matter here: prefer a few large fetches to one for each record.
+        self._log: LogSource = log or TopicSource(kafka, run, OBSERVED, **_UNHURRIED)
         self._history = self._log.bounds()
         for place, (low, end) in self._history.items():
-            if place[0] == self._metrics:
+            if place[0] == "metrics":
                 self._history[place] = max(low, end - _NEWEST_METRICS), end
-        self._positions: dict[tuple[str, int], int] = {}
+        self._positions: dict[Place, int] = {}
         """Offset of the next record to read, or the end of the partition, which counts transaction markers."""
-        self._log.begin({p: low if p[0] == self._metrics else BEGINNING for p, (low, _end) in self._history.items()})
+        self._log.begin({place: low for place, (low, _end) in self._history.items() if place[0] == "metrics"})
         self.skipped = SkippedRecords("observer", logged=logged)
         """Records that could not be read or used; grouping makes its own decision about those of `rollouts`."""
         self.scored: list[ScoredRollout] = []
@@ -112,17 +111,19 @@ class RunObserver:
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Process the records that arrived, waiting at most `timeout_s` for the first; return how many there were."""
-        messages = self._log.poll(1000, timeout_s)
+        messages = self._log.poll(True, 1000, 0.0)
+        messages += self._log.poll(False, 1000, 0.0 if messages else timeout_s)
         for message in messages:
-            self._positions[message.topic, message.partition] = message.offset + 1
-            if message.topic == self._rollouts:
+            name = name_in_run(message.topic)
+            self._positions[name, message.partition] = message.offset + 1
+            if name == ROLLOUTS:
                 self._score(message)
-            elif message.topic == self._control:
+            elif name == "control":
                 note_paused(self._paused, message, self._foreign)
                 self._wanted.note(message, self._foreign)
             else:
                 self._count(message)
-        self._positions.update(self._log.ends)
+        self._positions.update(self._log.ends())
         if self._counts_moved:
             self._counts_moved = False
             self._watch.check(selections(self._statistics.counts))

@@ -12,8 +12,8 @@ import numpy as np
 
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun
-from rollstream.pipeline.index.log_source import ROLLOUTS, IndexSource, Positions
 from rollstream.pipeline.index.writer import IndexWriter
+from rollstream.pipeline.run.log_source import ROLLOUTS, LogSource, Positions
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import (
@@ -337,7 +337,7 @@ class ListedLog:
 
 
 @contextmanager
-def indexed(directory: Path, source: IndexSource, commit_records: int = 0) -> Iterator[IndexedRun]:
+def indexed(directory: Path, source: LogSource, commit_records: int = 0) -> Iterator[IndexedRun]:
     """Add the new places of a log to its index, and yield its run."""
     path = directory / "index.sqlite"
     with IndexWriter(path, source, schema.PLACES, commit_records=commit_records) as writer:

@@ -12,11 +12,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.log_source import OBSERVED, ArchiveSource
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
-from rollstream.pipeline.ui.server.archived_log import ArchivedLog
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
@@ -107,7 +108,7 @@ class LiveRun:
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
-                log = ArchivedLog(self._archive, self.name) if self._archive else None
+                log = ArchiveSource(open_store(self._archive), self.name, OBSERVED) if self._archive else None
                 with closing(self._observer(log)) as observer:
                     self._read(observer, log)
             except (RollstreamError, OSError) as error:
@@ -118,7 +119,7 @@ class LiveRun:
                 self._publish()
                 self._stop.wait(AGAIN_S)
 
-    def _observer(self, log: ArchivedLog | None) -> RunObserver:
+    def _observer(self, log: ArchiveSource | None) -> RunObserver:
         config = self._config
         group = "" if log else config.labeling.group_id(config.run)
         return RunObserver(
@@ -131,16 +132,17 @@ class LiveRun:
             step_patience_s=config.supervisor.step_patience_s,
         )
 
-    def _read(self, observer: RunObserver, log: ArchivedLog | None) -> None:
+    def _read(self, observer: RunObserver, log: ArchiveSource | None) -> None:
         """Read until the server stops, or an archive has grown."""
         shown: object = None
         due, looked = 0.0, time.monotonic()
+        archived = log.bounds() if log else {}
         while not self._stop.is_set():
             if not observer.poll(_POLL_S) and log is not None:
                 self._stop.wait(_POLL_S)
                 if time.monotonic() > looked + _LOOK_S:
                     looked = time.monotonic()
-                    if log.has_grown:
+                    if log.bounds() != archived:
                         return
             if time.monotonic() < due:
                 continue

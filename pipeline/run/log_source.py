@@ -1,6 +1,8 @@
-"""Sources of an index: the topics of a run, or its archive. Both return records by topic, from given positions on.
+"""Sources of a run's log: its topics, or its archive. Both return records by topic, from given positions on.
 
-An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts.
+An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts. Steps
+follow once the batch index has been read to its end, because an observer keeps a limited number of uses of batches that
+it does not know yet.
 """
 
 import threading
@@ -19,12 +21,14 @@ from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
-from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord, Place
 from rollstream.topics.wire.catalogue import topic_name
 
-ROLLOUTS = "rollouts"
-PLACES = (ROLLOUTS, "journal", "batch-index", "steps", "policies")
+ROLLOUTS, STEPS = "rollouts", "steps"
+PLACES = (ROLLOUTS, "journal", "batch-index", STEPS, "policies")
 """Topics of whose records an index keeps the places."""
+OBSERVED = (*PLACES, "metrics", "control")
+"""Topics that an observer follows."""
 OTHERS = (
     "journal",
     "batches",
@@ -46,8 +50,8 @@ Positions = Mapping[Place, int]
 """Offset of the next record, by the topic's name in the catalogue and by partition."""
 
 
-class IndexSource(Protocol):
-    """The log of one run, as an index reads it. Topics are named as in the catalogue."""
+class LogSource(Protocol):
+    """The log of one run, as an index or an observer reads it. Topics are named as in the catalogue."""
 
     @property
     def run(self) -> str:
@@ -100,13 +104,18 @@ class TopicSource:
 
     kind = "topics"
 
-    def __init__(self, kafka: KafkaConfig, run: str, names: Collection[str] = (ROLLOUTS, *OTHERS)) -> None:
-        """`names` are the topics to read. Raises TopicError if the run does not exist."""
+    def __init__(
+        self, kafka: KafkaConfig, run: str, names: Collection[str] = (ROLLOUTS, *OTHERS), **overrides: Any
+    ) -> None:
+        """`names` are the topics to read, and `overrides` are client settings. Raises TopicError if the run does not
+        exist."""
         self.run = run
-        self._kafka, self._names = kafka, names
+        self._kafka, self._names, self._overrides = kafka, names, overrides
         clients.check_broker(kafka)
         topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
         self._starts: dict[bool, dict[Place, int]] = {}
+        self._steps: dict[Place, int] = {}
+        """Starts of the steps as long as they are not read."""
         self._followers: dict[bool, TopicFollower] = {}
         self._reader: Reader | None = None
         self._lock = threading.Lock()
@@ -124,15 +133,20 @@ class TopicSource:
 
     def begin(self, positions: Positions) -> None:
         self._end()
-        self._starts = {True: {}, False: {}}
-        for (name, partition), (low, _end) in self.bounds().items():
-            place = topic_name(self.run, name), partition
-            self._starts[name == ROLLOUTS][place] = max(low, positions.get((name, partition), low))
+        self._starts, self._steps = {True: {}, False: {}}, {}
+        for place, (low, _end) in self.bounds().items():
+            starts = self._steps if place[0] == STEPS else self._starts[place[0] == ROLLOUTS]
+            start = max(low, positions[place]) if place in positions else BEGINNING
+            starts[topic_name(self.run, place[0]), place[1]] = start
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
         if rollouts not in self._followers:
-            self._followers[rollouts] = TopicFollower(self._kafka, self._starts[rollouts])
-        return self._followers[rollouts].poll(most, wait_s)
+            self._followers[rollouts] = TopicFollower(self._kafka, self._starts[rollouts], **self._overrides)
+        follower = self._followers[rollouts]
+        if not rollouts and self._steps and (topic_name(self.run, "batch-index"), 0) in follower.caught_up:
+            follower.add(self._steps)
+            self._steps = {}
+        return follower.poll(most, wait_s)
 
     def ends(self) -> Positions:
         prefix = len(topic_name(self.run, ROLLOUTS)) - len(ROLLOUTS)
@@ -182,9 +196,10 @@ class ArchiveSource:
 
     kind = "archive"
 
-    def __init__(self, store: Store, run: str) -> None:
+    def __init__(self, store: Store, run: str, names: Collection[str] = (ROLLOUTS, *OTHERS)) -> None:
+        """`names` are the topics to read. Raises ConfigurationError if the archive does not contain the run."""
         self.run = run
-        self._store = store
+        self._store, self._names = store, names
         self._lock = threading.Lock()
         self._manifest = self._newest()
         self._at: dict[Place, int] = {}
@@ -209,7 +224,7 @@ class ArchiveSource:
             (name, partition): (topic.begin[partition], end)
             for name, topic in self._manifest.topics.items()
             for partition, end in topic.position.items()
-            if name in (ROLLOUTS, *OTHERS)
+            if name in self._names
         }
         for place, (low, _end) in bounds.items():
             self._at.setdefault(place, low)
