@@ -385,7 +385,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
 def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
     """Derive settings that are not set: seeds from seed, paths from data_dir and run, workers' servers and key from
     those of inference, the length of a context from the learner's rows, the number of inference servers from the
-    workers' servers, learning rates and warm start of a learner that starts from a checkpoint."""
+    workers' servers, learning rates of a learner that starts from a checkpoint, no warm start on an unnamed task."""
     for name in ("inference", "worker", "evaluation", "grouping", "learner", "collect", "fill"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
@@ -397,6 +397,13 @@ def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
         config = replace(config, inference=replace(config.inference, max_model_len=length))
     if config.learner.pretrained:
         config = replace(config, learner=_fine_tuned(config.learner, origins))
+    chosen = {("task",), ("learner", "warm_start", "steps"), ("learner", "warm_start", "file")} & origins.keys()
+    named = chosen or any(keys[0] == "environments" for keys in origins)
+    if not named and (config.learner.pretrained or not config.supervisor.workers):
+        # The examples would be those of the default task, which nobody asked this model to learn.
+        config = replace(
+            config, learner=replace(config.learner, warm_start=replace(config.learner.warm_start, steps=0))
+        )
     if ("broker", "data_dir") not in origins:
         config = replace(config, broker=replace(config.broker, data_dir=config.data_dir / "broker"))
     if ("worker", "inference_urls") not in origins:
@@ -410,8 +417,7 @@ def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
 
 
 def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> LearnerConfig:
-    """Return the settings with other defaults for a trained model, because the usual rates, and the examples of the
-    default task, would ruin it."""
+    """Return the settings with other defaults for a trained model, because the usual rates would ruin it."""
     optimizer, warm_start = learner.optimizer, learner.warm_start
     if ("learner", "optimizer", "learning_rate") not in origins:
         optimizer = replace(optimizer, learning_rate=PRETRAINED_LEARNING_RATE)
@@ -419,10 +425,6 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> Learne
         optimizer = replace(optimizer, final_learning_rate=optimizer.learning_rate / 5)
     if ("learner", "warm_start", "learning_rate") not in origins:
         warm_start = replace(warm_start, learning_rate=PRETRAINED_WARM_START_RATE)
-    chosen = {("task",), ("learner", "warm_start", "steps"), ("learner", "warm_start", "file")} & origins.keys()
-    if not chosen and not any(keys[0] == "environments" for keys in origins):
-        # The examples would be those of the default task, which nobody asked a trained model to learn.
-        warm_start = replace(warm_start, steps=0)
     return replace(learner, optimizer=optimizer, warm_start=warm_start)
 
 

@@ -29,8 +29,8 @@ class WarmStartConfig:
     """Supervised updates before version 0, on examples from the environment: they teach the format, not the task."""
 
     steps: int = 60
-    """Number of updates; 0 turns the warm start off. 0 if this is unset, learner.pretrained is set, and neither `task`,
-    `environments` nor learner.warm_start.file is set."""
+    """Number of updates; 0 turns the warm start off. 0 if this is unset, learner.pretrained is set or
+    supervisor.workers is 0, and neither `task`, `environments` nor learner.warm_start.file is set."""
     file: str = ""
     """JSON lines of examples: prompt and answer, or tokens and loss_mask. Empty: the examples of the task."""
     sequences_per_step: int = 128

@@ -295,6 +295,8 @@ def test_a_pretrained_model_gets_its_own_default_learning_rates() -> None:
     ("flags", "steps"),
     [
         ((), 60),
+        (("supervisor.workers=0",), 0),
+        (("supervisor.workers=0", "task=dsort3"), 60),
         (("learner.pretrained=model",), 0),
         (("learner.pretrained=model", "task=dsort3"), 60),
         (("learner.pretrained=model", "environments=[{use='add'}]"), 60),
@@ -302,7 +304,7 @@ def test_a_pretrained_model_gets_its_own_default_learning_rates() -> None:
         (("learner.pretrained=model", "learner.warm_start.steps=7"), 7),
     ],
 )
-def test_a_pretrained_model_is_not_taught_a_task_that_nobody_named(flags: tuple[str, ...], steps: int) -> None:
+def test_a_model_that_plays_no_named_task_is_not_taught_the_default_one(flags: tuple[str, ...], steps: int) -> None:
     assert load(flags=flags).learner.warm_start.steps == steps
 
 
