@@ -14,12 +14,12 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.buffers.storage.layouts import layout_of, refuse_other
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
 from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, Format, format_named
 from rollstream.consumers.buffers.trajectories.index import TrajectoryIndex
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import layout_of, refuse_other
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
@@ -191,7 +191,7 @@ def _damaged(checkpoint: SavedCheckpoint) -> list[str]:
         path = checkpoint.path(entry)
         try:
             arrays = checkpoint.formats(entry.description.format).arrays(path)
-            refuse_other(checkpoint.content.layout, layout_of(arrays), str(path))
+            refuse_other(checkpoint.content.layout, layout_of(arrays, 2), str(path))
             if path.suffix in (".npz", ".pt"):
                 with zipfile.ZipFile(path) as file:
                     if wrong := file.testzip():

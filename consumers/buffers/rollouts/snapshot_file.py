@@ -1,14 +1,12 @@
 """The file of a saved rollout buffer: a journal that is written at once, atomically; reading it runs no code.
 
-Its first record is a JSON text with position, random state and counts; each further record is a rollout in its wire
-format (Avro), with its advantage and number of draws.
+Its first record has position, random state and counts; each further record is a rollout in its wire format (Avro), with
+its advantage and number of draws.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,9 +42,14 @@ class BufferSnapshot:
     position: Mapping[int, int]
 
 
-class _Stored(msgspec.Struct, array_like=True, frozen=True):
-    """A rollout as it is in the file."""
+class _Head(msgspec.Struct, array_like=True, frozen=True, tag="h"):
+    rollouts: int
+    counts: Mapping[str, int]
+    stream_s: float
+    position: Mapping[int, int]
 
+
+class _Stored(msgspec.Struct, array_like=True, frozen=True, tag="r"):
     rollout: bytes
     advantage: float | bytes
     usage_count: int
@@ -54,24 +57,13 @@ class _Stored(msgspec.Struct, array_like=True, frozen=True):
     timestamp: float
 
 
-_DECODER: msgspec.msgpack.Decoder[str | _Stored] = msgspec.msgpack.Decoder(str | _Stored)
+_DECODER: msgspec.msgpack.Decoder[_Head | _Stored] = msgspec.msgpack.Decoder(_Head | _Stored)
 
 
 def save_rollouts(directory: Path, snapshot: BufferSnapshot) -> None:
     """Write the file of a buffer, and replace any earlier one. Raises StoreError."""
-    state = {
-        "rollouts": len(snapshot.rollouts),
-        "counts": dict(snapshot.counts),
-        "stream_s": snapshot.stream_s,
-        "position": {str(partition): offset for partition, offset in snapshot.position.items()},
-    }
-    write_journal(directory / FILE, json.dumps(state), *_stored(snapshot))
-
-
-def _stored(snapshot: BufferSnapshot) -> Iterator[_Stored]:
-    for held in snapshot.rollouts:
-        advantage = float(held.advantage) if isinstance(held.advantage, float) else held.advantage.tobytes()
-        yield _Stored(encode(held.rollout), advantage, held.usage_count, int(held.weight_step), float(held.timestamp))
+    head = _Head(len(snapshot.rollouts), snapshot.counts, float(snapshot.stream_s), snapshot.position)
+    write_journal(directory / FILE, head, *map(_stored, snapshot.rollouts))
 
 
 def load_rollouts(directory: Path) -> BufferSnapshot:
@@ -79,25 +71,30 @@ def load_rollouts(directory: Path) -> BufferSnapshot:
     path = directory / FILE
     try:
         reading = read_journal(path, _DECODER)
-        state: Any = json.loads(str(reading.records[0])) if reading.records else {}
+        head = next((record for record in reading.records if isinstance(record, _Head)), None)
         stored = [record for record in reading.records if isinstance(record, _Stored)]
-        if reading.damaged or len(stored) != state.get("rollouts"):
+        if reading.damaged or head is None or len(stored) != head.rollouts:
             raise ValueError(f"it is damaged at byte {reading.stop}")
         return BufferSnapshot(
             rollouts=tuple(map(_restored, stored)),
-            counts=state["counts"],
-            stream_s=state["stream_s"],
-            position={int(partition): offset for partition, offset in state["position"].items()},
+            counts=head.counts,
+            stream_s=head.stream_s,
+            position=head.position,
         )
     except NoJournal as error:
         raise StoreError(
             f"{directory} contains no {FILE}; nothing was saved there, so fill the buffer from the log"
         ) from error
-    except (KeyError, ValueError, TypeError, AttributeError, RecordError) as error:
+    except (ValueError, RecordError) as error:
         raise StoreError(
             f"{path} is not a valid rollout buffer ({error}); restore it from a copy, or fill the buffer from the log "
             "again"
         ) from error
+
+
+def _stored(held: SnapshotRollout) -> _Stored:
+    advantage = float(held.advantage) if isinstance(held.advantage, float) else held.advantage.tobytes()
+    return _Stored(encode(held.rollout), advantage, held.usage_count, int(held.weight_step), float(held.timestamp))
 
 
 def _restored(stored: _Stored) -> SnapshotRollout:

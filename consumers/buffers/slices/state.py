@@ -12,7 +12,7 @@ import numpy as np
 
 from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
 from rollstream.consumers.buffers.slices.episode_index import EpisodeIndex
-from rollstream.consumers.buffers.storage.segments import ArraySpec
+from rollstream.consumers.buffers.storage.layouts import Layout
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}\Z")]
 """Beginning of the names of a buffer's files."""
@@ -39,7 +39,7 @@ class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
     at: tuple[int, int] | None
     """Partition and offset of the record that the steps came from."""
     draws: tuple[int, ...]
-    arrays: tuple[ArraySpec, ...]
+    arrays: Layout
     """The arrays of every step, if these are the first steps."""
 
 
@@ -79,7 +79,7 @@ class SnapshotRecord(msgspec.Struct, array_like=True, frozen=True, tag="w"):
 
     name: Name
     capacity: int
-    arrays: tuple[ArraySpec, ...]
+    arrays: Layout
     position: Mapping[int, int]
     sides: tuple[SideSnapshot, ...]
 
@@ -166,7 +166,7 @@ class SliceState:
 
     def __init__(self, capacity: int, sides: int = 1, name: str = "") -> None:
         self.name, self.capacity = name, capacity
-        self.arrays: tuple[ArraySpec, ...] = ()
+        self.arrays: Layout = ()
         """Empty before the first step."""
         self.position: dict[int, int] = {}
         self.sides = [SliceSide(capacity) for _ in range(sides)]
@@ -194,7 +194,7 @@ class SliceState:
                 pass
 
     def add_record(
-        self, parts: Sequence[Sequence[EpisodePart]], at: tuple[int, int] | None, arrays: tuple[ArraySpec, ...]
+        self, parts: Sequence[Sequence[EpisodePart]], at: tuple[int, int] | None, arrays: Layout
     ) -> AddRecord:
         """Return the record that assigns the parts of each side, in order, to episodes."""
         runs = [run for n, (side, own) in enumerate(zip(self.sides, parts, strict=True)) for run in side.runs(n, own)]

@@ -24,7 +24,8 @@ from rollstream.consumers.buffers.slices.state import (
     SnapshotRecord,
 )
 from rollstream.consumers.buffers.storage.journal import Journal, JournalFollower, read_journal, write_journal
-from rollstream.consumers.buffers.storage.segments import ArraySpec, SegmentFiles, SegmentGone, check, specs_of
+from rollstream.consumers.buffers.storage.layouts import Layout, layout_of, refuse_other
+from rollstream.consumers.buffers.storage.segments import SegmentFiles, SegmentGone
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, remove_unfinished
 from rollstream.topics.errors import ConfigurationError, RecordError
 
@@ -93,10 +94,10 @@ class SliceStore:
         Raises StoreError if writing fails; nothing is added then.
         """
         journal = self._short_journal()
-        arrays: tuple[ArraySpec, ...] = ()
+        arrays: Layout = ()
         if any(parts):
             if not self.state.arrays:
-                arrays = specs_of(next(part.leaves for own in parts for part in own))
+                arrays = layout_of(next(part.leaves for own in parts for part in own))
                 self._use_arrays(arrays)
             self._drop_segments(journal)
             for files, side, own in zip(self._files, self.state.sides, parts, strict=True):
@@ -115,7 +116,7 @@ class SliceStore:
             )
         if self.state.arrays:
             for part in parts:
-                check(self.state.arrays, part.leaves)
+                refuse_other(self.state.arrays, layout_of(part.leaves), "an episode")
 
     def flush(self) -> None:
         """Write all added steps to disk. Raises StoreError."""
@@ -264,9 +265,9 @@ class SliceStore:
         else:
             self._journal.append(OpenRecord(boot))
 
-    def _use_arrays(self, arrays: tuple[ArraySpec, ...]) -> None:
+    def _use_arrays(self, arrays: Layout) -> None:
         """Read and write these arrays from now on."""
-        if len(self._files) == len(self.state.sides) and self._files[0].specs == arrays:
+        if len(self._files) == len(self.state.sides) and self._files[0].layout == arrays:
             return
         for files in self._files:
             files.close()
@@ -343,7 +344,7 @@ class SliceStore:
 
 
 def _segments(
-    directory: Path, name: str, side: int, arrays: tuple[ArraySpec, ...], capacity: int, *, writable: bool = True
+    directory: Path, name: str, side: int, arrays: Layout, capacity: int, *, writable: bool = True
 ) -> SegmentFiles:
     rows = max(_LEAST_ROWS, -(-capacity // _SEGMENTS))
     return SegmentFiles(directory, f"{name}-{side}", arrays, rows, writable=writable)

@@ -7,7 +7,6 @@ map kills the process.
 """
 
 import contextlib
-import math
 import mmap
 import os
 import weakref
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.buffers.storage.layouts import Layout
 from rollstream.consumers.files.atomic_files import StoreError, sync_directory
-from rollstream.topics.errors import RecordError
-from rollstream.topics.records.array_layout import dtype_name, dtype_of
+from rollstream.topics.records.array_layout import dtype_of
 
 Arrays = Mapping[str, NDArray[Any]]
 """Arrays by path, all of one length."""
@@ -32,19 +31,6 @@ _SHORT = 4
 
 class SegmentGone(StoreError):
     """A segment is missing, or has another size."""
-
-
-class ArraySpec(NamedTuple):
-    """One array: [T, *shape] of a dtype."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one step."""
-        return dtype_of(self.dtype).itemsize * math.prod(self.shape)
 
 
 class _Column(NamedTuple):
@@ -66,40 +52,15 @@ _Move = tuple[dict[str, NDArray[Any]], Any, Any]
 """Arrays of a segment, and rows of a sample and of these arrays."""
 
 
-def specs_of(arrays: Arrays) -> tuple[ArraySpec, ...]:
-    """Specs of arrays."""
-    return tuple(ArraySpec(path, dtype_name(array.dtype), array.shape[1:]) for path, array in arrays.items())
-
-
-def check(specs: Sequence[ArraySpec], arrays: Arrays) -> None:
-    """Raise RecordError naming every array that is missing, new, or of another dtype or shape than the stored one."""
-    theirs = specs_of(arrays)
-    if theirs == specs:
-        return
-    known = {spec.path: spec for spec in specs}
-    differences = [f"{path!r} is missing" for path in known if path not in arrays]
-    differences += [f"{path!r} is not stored" for path in arrays if path not in known]
-    differences += [
-        f"{spec.path!r} is {spec.dtype} {list(spec.shape)} for each step, but {known[spec.path].dtype} "
-        f"{list(known[spec.path].shape)} is stored"
-        for spec in theirs
-        if spec.path in known and spec != known[spec.path]
-    ]
-    if differences:
-        raise RecordError(f"arrays differ from those of the first episode: {'; '.join(sorted(differences))}")
-
-
 class SegmentFiles:
     """The segments of one series of steps, each with `rows` steps: {name}-{number}.rows in a directory."""
 
-    def __init__(
-        self, directory: Path, name: str, specs: Sequence[ArraySpec], rows: int, *, writable: bool = True
-    ) -> None:
-        self.specs, self.rows = tuple(specs), rows
+    def __init__(self, directory: Path, name: str, layout: Layout, rows: int, *, writable: bool = True) -> None:
+        self.layout, self.rows = layout, rows
         self._directory, self._name, self._writable = directory, name, writable
         self._columns: list[_Column] = []
         self._size_bytes = 0
-        for spec in self.specs:
+        for spec in self.layout:
             self._columns.append(_Column(spec.path, dtype_of(spec.dtype), spec.shape, spec.row_bytes, self._size_bytes))
             self._size_bytes += -(-spec.row_bytes * rows // _ALIGNMENT) * _ALIGNMENT
         self._segments: dict[int, _Segment] = {}
@@ -176,7 +137,7 @@ class SegmentFiles:
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, dict[str, NDArray[Any]]]]:
         """Return the steps from `begin` to before `end` as (first step, arrays); mapped, and valid after `drop`."""
-        at_once = max(1, _COPY_BYTES // max(spec.row_bytes for spec in self.specs)) if self.specs else 1
+        at_once = max(1, _COPY_BYTES // max(spec.row_bytes for spec in self.layout)) if self.layout else 1
         pieces = []
         for number, row, count in self.ranges(begin, end - begin):
             arrays = self._segment(number).arrays

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.storage.array_copies import copy_rows
+from rollstream.consumers.buffers.storage.layouts import Layout, empty_rows
 from rollstream.consumers.buffers.trajectories.index import ColumnQueue
-from rollstream.consumers.buffers.trajectories.rows import Layout, Rows, empty_rows
+from rollstream.consumers.buffers.trajectories.rows import Rows
 from rollstream.topics.records import Int64
 
 _NUMBER = np.dtype("<i8")

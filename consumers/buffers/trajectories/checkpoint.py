@@ -6,7 +6,6 @@ metadata.json next to it are for other programs, in RLinf's form. Directories th
 
 import logging
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,27 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.consumers.buffers.storage.layouts import Layout, layout_of
 from rollstream.consumers.buffers.trajectories.folder import (
-    LOADED,
     LOCK,
     Formats,
     SavedCheckpoint,
     file_name,
     has_content,
-    place_file,
+    place_files,
     store_errors,
     sweep,
 )
 from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import JournalContent, read_content, write_content
 from rollstream.consumers.buffers.trajectories.rlinf_documents import INDEX, METADATA, write_documents
-from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, Layout, layout_of, refuse_foreign
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
 from rollstream.consumers.files.atomic_files import (
     StoreError,
     make_directory,
     read_json,
     remove_unfinished,
-    sync_directory,
 )
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
@@ -105,17 +103,7 @@ def write_checkpoint(
         # If the directory has other trajectories under the same ids, the files go to a new folder, so that the earlier
         # checkpoint stays intact until the journal is replaced.
         kept = None if before is None else _kept(before, SavedCheckpoint(directory, content, formats), source)
-        folder = f"{LOADED}{uuid.uuid4().hex}" if kept is None else ""
-        content = replace(content, descriptions=[description._replace(folder=folder) for description in descriptions])
-        for place in range(len(content)):
-            entry = content[place]
-            if kept is not None and entry.trajectory_id in kept:
-                continue
-            path = SavedCheckpoint(directory, content, formats).path(entry)
-            place_file(path, source(place), formats(entry.description.format))
-        sync_directory(directory)
-        if folder and len(content):
-            sync_directory(directory / folder)
+        content = place_files(directory, content, source, formats, kept=kept)
         write_documents(directory, content, format_name)
         write_content(directory, content)
         sweep(directory, content)
@@ -199,7 +187,7 @@ def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) ->
             continue
         arrays = kind.arrays(directory / file)
         if not layout:
-            layout = layout_of(arrays)
+            layout = layout_of(arrays, 2)
             row_bytes = sum(leaf.row_bytes for leaf in layout)
         steps, width = map(int, row["shape"][:2])
         refuse_foreign(arrays, layout, steps, width, str(directory / file))

@@ -12,7 +12,7 @@ import re
 import shutil
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.buffers.storage.layouts import layout_of
 from rollstream.consumers.buffers.trajectories.formats import Format, description_of
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, layout_of, refuse_foreign
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
 from rollstream.consumers.files.atomic_files import (
     UNFINISHED,
     StoreError,
@@ -77,6 +78,10 @@ class SavedCheckpoint(NamedTuple):
         """Path of the file of a trajectory."""
         return path_of(self.directory, entry, self.formats)
 
+    def source(self, place: int) -> Path:
+        """Path of the file of the trajectory at a place."""
+        return self.path(self.content[place])
+
     def newest(self, count: int) -> "SavedCheckpoint":
         """Return the same checkpoint with only its `count` newest trajectories."""
         content = self.content
@@ -94,35 +99,40 @@ class SavedCheckpoint(NamedTuple):
             refuse_foreign(arrays, self.content.layout, description.steps, description.width, str(path))
 
 
-def bring_files(checkpoint: SavedCheckpoint, directory: Path) -> JournalContent:
-    """Link or copy the files of a checkpoint into a directory, and return the content that names them.
+def place_files(
+    directory: Path,
+    content: JournalContent,
+    source: Callable[[int], Path | CheckedTrajectory],
+    formats: Formats,
+    *,
+    kept: Collection[int] | None,
+) -> JournalContent:
+    """Create the files of a content in a directory, and return the content that names them.
 
-    If the directory already has trajectories, the files go to a new folder. If it raises StoreError, no file is left
-    behind.
+    `source` returns the file of the trajectory at a place, or a trajectory to write. Trajectories with an id in `kept`
+    are there already; if `kept` is None, the directory has other trajectories, and the files go to a new folder. If it
+    raises StoreError, no file is left behind.
     """
+    folder = f"{LOADED}{uuid.uuid4().hex}" if kept is None and len(content) else ""
+    target = directory / f"{folder}{UNFINISHED}" if folder else directory
+    descriptions = [description._replace(folder="") for description in content.descriptions]
+    content, placed = replace(content, descriptions=descriptions), []
     with store_errors(directory):
-        others = any(FILE.fullmatch(name) for name in os.listdir(directory))
-        folder = f"{LOADED}{uuid.uuid4().hex}" if others and len(checkpoint.content) else ""
-        place = directory / f"{folder}{UNFINISHED}" if folder else directory
-        brought = []
         try:
-            for number in range(len(checkpoint.content)):
-                entry = checkpoint.content[number]
-                path = checkpoint.path(entry)
-                brought.append(place / path.name)
-                place_file(brought[-1], path, checkpoint.formats(entry.description.format))
+            for place in range(len(content)):
+                entry = content[place]
+                if entry.trajectory_id not in (kept or ()):
+                    placed.append(path_of(target, entry, formats))
+                    place_file(placed[-1], source(place), formats(entry.description.format))
         except BaseException:
-            for path in brought:
+            for path in placed:
                 path.unlink(missing_ok=True)
             raise
-        sync_directory(place)
+        sync_directory(target)
         if folder:
-            place.rename(directory / folder)
+            target.rename(directory / folder)
             sync_directory(directory)
-    return replace(
-        checkpoint.content,
-        descriptions=[description._replace(folder=folder) for description in checkpoint.content.descriptions],
-    )
+    return replace(content, descriptions=[description._replace(folder=folder) for description in descriptions])
 
 
 def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> None:
@@ -158,7 +168,7 @@ def has_content(path: Path, source: Path | CheckedTrajectory, kind: Format) -> b
         arrays = flatten(stored.arrays)
         return (
             description_of(stored) == description_of(source.trajectory)
-            and layout_of(arrays) == source.layout
+            and layout_of(arrays, 2) == source.layout
             and all(_same_bytes(arrays[name], array) for name, array in source.arrays.items())
         )
     try:

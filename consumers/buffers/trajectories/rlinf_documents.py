@@ -8,9 +8,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.buffers.storage.layouts import Layout
 from rollstream.consumers.buffers.trajectories.index import Description
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import Layout
 from rollstream.consumers.files.atomic_files import replacing, write_json
 
 INDEX, METADATA = "trajectory_index.json", "metadata.json"

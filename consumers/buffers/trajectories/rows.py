@@ -3,7 +3,6 @@
 All trajectories of a buffer have the same arrays except for T and B, so a sample of several needs no padding.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,31 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.buffers.storage.layouts import Layout, layout_of, refuse_other
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.array_layout import dtype_name, dtype_of
 from rollstream.topics.wire.trajectory_arrays import BOOTSTRAPPED, Trajectory, aligned, examine
 
 Rows = Mapping[str, NDArray[Any]]
 """Arrays [T * B, ...] by path; row t * B + b is step t of environment b."""
-
-
-class LeafSpec(NamedTuple):
-    """One array of every trajectory."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Shape of one row."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
-
-
-Layout = tuple[LeafSpec, ...]
-"""The arrays of a trajectory in the order of their paths."""
 
 
 class CheckedTrajectory(NamedTuple):
@@ -81,36 +62,13 @@ def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
     if shape is None:
         return None
     arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
-    return CheckedTrajectory(trajectory, arrays, *shape, layout_of(arrays))
-
-
-def layout_of(arrays: Rows) -> Layout:
-    """Return the layout of arrays [T, B, ...], independent of T and B. Raises RecordError for object arrays."""
-    return tuple(LeafSpec(path, dtype_name(arrays[path].dtype), arrays[path].shape[2:]) for path in sorted(arrays))
-
-
-def refuse_other(layout: Layout, other: Layout, what: str) -> None:
-    """Raise RecordError, naming every array that differs, unless `other` equals `layout`."""
-    if other == layout:
-        return
-    ours, theirs = ({leaf.path: leaf for leaf in leaves} for leaves in (layout, other))
-    differences = [f"{path} is missing" for path in ours if path not in theirs]
-    differences += [f"{path} is new" for path in theirs if path not in ours]
-    differences += [
-        f"{path} has rows {leaf.dtype} {list(leaf.shape)} instead of {ours[path].dtype} {list(ours[path].shape)}"
-        for path, leaf in theirs.items()
-        if path in ours and ours[path] != leaf
-    ]
-    raise RecordError(
-        f"{what} differs from the trajectories in the buffer: {'; '.join(differences)}. Give it the same arrays, or "
-        "use a separate buffer for each kind of trajectory"
-    )
+    return CheckedTrajectory(trajectory, arrays, *shape, layout_of(arrays, 2))
 
 
 def refuse_foreign(arrays: Rows, layout: Layout, steps: int, width: int, what: str) -> None:
     """Raise StoreError if the arrays of a file differ from its index entry."""
     try:
-        refuse_other(layout, layout_of(arrays), what)
+        refuse_other(layout, layout_of(arrays, 2), what)
         for path, array in arrays.items():
             length = len(aligned(array, steps)) if path in BOOTSTRAPPED else len(array)
             if (length, array.shape[1]) != (steps, width):
@@ -131,11 +89,6 @@ def rows_of(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
 def bootstrapped(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
     """Return copies of the arrays that have bootstrap rows, because `rows_of` leaves these rows out."""
     return {path: arrays[path].copy() for path in BOOTSTRAPPED if path in arrays and len(arrays[path]) != steps}
-
-
-def empty_rows(layout: Layout, count: int) -> dict[str, NDArray[Any]]:
-    """Return uninitialised arrays of `count` rows."""
-    return {leaf.path: np.empty((count, *leaf.shape), dtype_of(leaf.dtype)) for leaf in layout}
 
 
 def owned(array: NDArray[Any]) -> NDArray[Any]:

@@ -10,17 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.buffers.storage.layouts import Layout, empty_rows
 from rollstream.consumers.buffers.trajectories.cache import TrajectoryCache
 from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryEntry, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import (
-    CheckedTrajectory,
-    FetchedArrays,
-    Layout,
-    empty_rows,
-    refuse_foreign,
-    rows_of,
-)
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, FetchedArrays, refuse_foreign, rows_of
 from rollstream.topics.records import Int64
 
 _MAPPED_FILES = 256

@@ -21,8 +21,8 @@ from rollstream.consumers.buffers.trajectories.folder import (
     LOCK,
     Formats,
     SavedCheckpoint,
-    bring_files,
     path_of,
+    place_files,
     put_aside,
     store_errors,
     sweep,
@@ -180,7 +180,10 @@ class TrajectoryStore:
         """Replace the content by a checkpoint, atomically, and return it. The old journal names only the old files, and
         the new journal only the new files. No operation may be queued during the call."""
         self.flush()
-        self.replace(bring_files(checkpoint, self.directory))
+        has_others = any(FILE.fullmatch(name) for name in os.listdir(self.directory))
+        content, source = checkpoint.content, checkpoint.source
+        kept = None if has_others else ()
+        self.replace(place_files(self.directory, content, source, checkpoint.formats, kept=kept))
         return self.content
 
     def replace(self, content: JournalContent) -> None:

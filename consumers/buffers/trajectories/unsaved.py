@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from rollstream.consumers.buffers.storage.layouts import layout_of
 from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
@@ -19,7 +20,6 @@ from rollstream.consumers.buffers.trajectories.rows import (
     FetchedArrays,
     Rows,
     bootstrapped,
-    layout_of,
     refuse_foreign,
 )
 from rollstream.consumers.buffers.trajectories.store import AddOperation, DropOperation, Operation
@@ -118,7 +118,7 @@ class TrajectoryMemory:
         arrays = {path: array.reshape(steps, width, *array.shape[1:]).copy() for path, array in rows(place).items()}
         arrays.update(kept.bootstrapped)
         trajectory = Trajectory(arrays={}, **dict(zip(_FIELDS, kept.fields, strict=True)))
-        return CheckedTrajectory(trajectory, arrays, steps, width, layout_of(arrays))
+        return CheckedTrajectory(trajectory, arrays, steps, width, layout_of(arrays, 2))
 
 
 def _kept(trajectory: Trajectory, arrays: Mapping[str, NDArray[Any]], steps: int) -> _UnsavedTrajectory:

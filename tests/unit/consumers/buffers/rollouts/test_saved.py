@@ -153,7 +153,7 @@ for number in range(10**9):
 
 
 def test_a_buffer_killed_during_a_save_opens_again_whole(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen([sys.executable, "-P", "-c", SAVER, str(tmp_path)], env=environment)
     for _ in range(4):
         seen = (tmp_path / FILE).stat().st_mtime_ns if (tmp_path / FILE).exists() else 0

@@ -299,11 +299,11 @@ def test_a_trajectory_without_spans_is_cut_by_its_episode_ids(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree.pop("number"), "'number' is missing"),
-        (lambda tree: tree["obs"].pop("step"), "'obs/step' is missing"),
-        (lambda tree: tree.update(extra=np.zeros(5)), "'extra' is not stored"),
-        (lambda tree: tree.update(number=np.zeros(5, np.float32)), "'number' is <f4 \\[\\] for each step, but <i8"),
-        (lambda tree: tree["obs"].update(wide=np.zeros((5, 3))), "'obs/wide' is <f8 \\[3\\] for each step, .* \\[2\\]"),
+        (lambda tree: tree.pop("number"), "number is missing"),
+        (lambda tree: tree["obs"].pop("step"), "obs/step is missing"),
+        (lambda tree: tree.update(extra=np.zeros(5)), "extra is new"),
+        (lambda tree: tree.update(number=np.zeros(5, np.float32)), "number has rows <f4 \\[\\] instead of <i8"),
+        (lambda tree: tree["obs"].update(wide=np.zeros((5, 3))), "obs/wide has rows <f8 \\[3\\] instead of .* \\[2\\]"),
         (lambda tree: tree.update(number=np.zeros(4, int)), "different numbers of steps"),
         (lambda tree: tree.update(number=np.array([object()] * 5)), "dtype object cannot be written"),
         (lambda tree: tree.update(number=np.zeros((5, 0))), "'number' has shape .*has no steps"),

@@ -128,7 +128,7 @@ def test_an_episode_that_does_not_say_who_acted_is_refused(tmp_path: Path) -> No
 def test_both_sides_store_the_same_arrays(tmp_path: Path) -> None:
     with buffer(tmp_path) as both:
         both.add(episode(0, 0))
-        with pytest.raises(RecordError, match="'extra' is not stored"):
+        with pytest.raises(RecordError, match="extra is new"):
             both.add({**episode(1, 1), "extra": np.zeros(6)})
         assert both.size() == 6
 

@@ -3,16 +3,16 @@
 import json
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollstream.consumers.buffers.trajectories import checkpoint
+from rollstream.consumers.buffers.trajectories import folder
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint
-from rollstream.consumers.buffers.trajectories.folder import place_file
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError
@@ -72,8 +72,8 @@ def test_a_loaded_checkpoint_equals_the_saved_buffer_and_draws_the_same(
     other.close()
 
 
-def test_a_checkpoint_survives_the_files_it_was_made_from(tmp_path: Path) -> None:
-    with buffer(tmp_path, True, max_trajectories=2) as replay:
+def test_a_checkpoint_holds_everything_and_survives_the_files_it_was_made_from(tmp_path: Path) -> None:
+    with buffer(tmp_path, True, sample_window_size=1, max_trajectories=2) as replay:
         replay.add_trajectories([trajectory(0), trajectory(1)])
         replay.save_checkpoint(tmp_path / "saved")
         replay.add_trajectories([trajectory(2), trajectory(3)])
@@ -123,9 +123,9 @@ def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None
     with buffer(tmp_path, True) as replay:
         replay.add_trajectories([trajectory(n) for n in range(2)])
     directory = tmp_path / "buffer"
-    for folder in ("loaded-abc", "loaded-def.unfinished"):
-        (directory / folder).mkdir()
-        (directory / folder / "trajectory_0_w.npz").write_bytes(b"brought")
+    for name in ("loaded-abc", "loaded-def.unfinished"):
+        (directory / name).mkdir()
+        (directory / name / "trajectory_0_w.npz").write_bytes(b"brought")
     with buffer(tmp_path, True) as again:
         assert again.trajectory_ids == [0, 1]
         assert not list(directory.glob("loaded-*"))
@@ -138,13 +138,6 @@ def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None
         assert [len(list(path.iterdir())) for path in directory.glob("loaded-*")] == [2]
         assert {path.read_bytes() for path in directory.glob("not-in-index-*/**/*.npz")} == {b"brought", b"replaced"}
         assert {row // 1000 for row in untorn(again.sample(16), 16)} == {0, 1}
-
-
-def test_a_checkpoint_before_any_sample_holds_everything(tmp_path: Path) -> None:
-    with buffer(tmp_path, True, sample_window_size=2) as replay:
-        replay.add_trajectories([trajectory(n) for n in range(5)])
-        replay.save_checkpoint(tmp_path / "saved")
-    assert len(stored(tmp_path / "saved")) == 5
 
 
 def test_a_checkpoint_of_a_buffer_in_memory_names_only_existing_files(tmp_path: Path) -> None:
@@ -225,55 +218,35 @@ def test_loading_without_a_checkpoint_is_an_error_that_changes_nothing(tmp_path:
 
 
 @both
-def test_a_checkpoint_that_lacks_a_file_is_not_loaded_and_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
-    replay = buffer(tmp_path, False)
-    replay.add_trajectories([trajectory(n) for n in range(3)])
-    replay.save(tmp_path / "saved")
-    (tmp_path / "saved" / "trajectory_1_w.npz").unlink()
-    with buffer(tmp_path, auto_save) as other:
-        other.add(trajectory(9))
-        with pytest.raises(StoreError, match="is gone"):
-            other.load(tmp_path / "saved")
-        assert set(untorn(other.sample(8), 8)) <= set(range(9000, 9008))
-    if auto_save:
-        with buffer(tmp_path, True) as again:
-            assert again.trajectory_ids == [0]
-            assert len(list((tmp_path / "buffer").glob("**/*.npz"))) == 1
-
-
-@both
-def test_a_checkpoint_with_a_damaged_file_is_not_loaded_and_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
-    replay = buffer(tmp_path, False)
-    replay.add_trajectories([trajectory(n) for n in range(3)])
-    replay.save(tmp_path / "saved")
-    newest = tmp_path / "saved" / "trajectory_2_w.npz"
-    newest.write_bytes(newest.read_bytes()[:100])
-    with buffer(tmp_path, auto_save) as other:
-        other.add(trajectory(9))
-        with pytest.raises(StoreError, match="trajectory_2_w"):
-            other.load(tmp_path / "saved")
-        assert set(untorn(other.sample(8), 8)) <= set(range(9000, 9008))
-    if auto_save:
-        with buffer(tmp_path, True) as again:
-            assert set(untorn(again.sample(8), 8)) <= set(range(9000, 9008))
-
-
-@both
-def test_a_checkpoint_of_other_arrays_than_like_is_not_loaded_and_changes_nothing(
-    tmp_path: Path, auto_save: bool
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("gone", "trajectory_1_w.npz is gone"),
+        ("damaged", "trajectory_1_w.npz is not a complete"),
+        ("other arrays", "or give another `like`"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_loaded_whole_changes_nothing(
+    tmp_path: Path, auto_save: bool, fault: str, message: str
 ) -> None:
     replay = buffer(tmp_path, False)
-    other_arrays = trajectory(0)
-    other_arrays.arrays["surprise"] = np.zeros((4, 2), "<i8")  # type: ignore[index]
-    replay.add(other_arrays)
+    for n in range(3):
+        surprise = {"surprise": np.zeros((4, 2), "<i8")} if fault == "other arrays" else {}
+        replay.add(replace(trajectory(n), arrays={**trajectory(n).arrays, **surprise}))
     replay.save(tmp_path / "saved")
+    if fault != "other arrays":
+        (tmp_path / "saved" / "trajectory_1_w.npz").unlink()
+    if fault == "damaged":
+        (tmp_path / "saved" / "trajectory_1_w.npz").write_bytes(b"PK")
     with buffer(tmp_path, auto_save, like=trajectory(9)) as other:
         other.add(trajectory(9))
-        with pytest.raises(ConfigurationError, match="or give another `like`"):
+        with pytest.raises((StoreError, ConfigurationError), match=message):
             other.load(tmp_path / "saved")
         assert set(untorn(other.sample(8), 8)) <= set(range(9000, 9008))
-        other.save(tmp_path / "again")
-    assert [kept.uid for kept in stored(tmp_path / "again")] == [trajectory(9).uid]
+    if auto_save:
+        with buffer(tmp_path, True, enable_cache=False) as again:
+            assert set(untorn(again.sample(8), 8)) <= set(range(9000, 9008))
+            assert len(list((tmp_path / "buffer").glob("**/*.npz"))) == 1
 
 
 # ---------------------------------------------------------------------- saved over
@@ -332,6 +305,8 @@ def test_formats_may_differ_from_file_to_file(tmp_path: Path) -> None:
     replay = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
     replay.add_trajectories([trajectory(n) for n in range(2)])
     replay.save(tmp_path / "saved")
+    with pytest.raises(Exception, match="allow_pickle=True"):
+        buffer(tmp_path, False).load(tmp_path / "saved")
     with buffer(tmp_path, True, allow_pickle=True, enable_cache=False) as other:
         other.load(tmp_path / "saved")
         other.add(trajectory(2))
@@ -342,14 +317,6 @@ def test_formats_may_differ_from_file_to_file(tmp_path: Path) -> None:
             ".pkl",
             ".pkl",
         ]
-
-
-def test_a_checkpoint_of_pickles_is_loaded_only_on_request(tmp_path: Path) -> None:
-    replay = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
-    replay.add(trajectory(0))
-    replay.save(tmp_path / "saved")
-    with pytest.raises(Exception, match="allow_pickle=True"):
-        buffer(tmp_path, False).load(tmp_path / "saved")
 
 
 # ---------------------------------------------------------------------- RLinf's
@@ -507,14 +474,14 @@ def test_a_checkpoint_is_of_one_moment_while_other_threads_draw_add_and_prune(
     tmp_path: Path, auto_save: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    place_file = checkpoint.place_file
+    place_file = folder.place_file
 
     def placing(*arguments: Any) -> None:
         begun.set()
         assert go_on.wait(300)
         place_file(*arguments)
 
-    monkeypatch.setattr(checkpoint, "place_file", placing)
+    monkeypatch.setattr(folder, "place_file", placing)
     replay_buffer = TrajectoryReplayBuffer(
         sample_window_size=4, auto_save=auto_save, auto_save_path=tmp_path / "buffer", max_trajectories=4
     )
@@ -574,4 +541,4 @@ def test_a_trajectory_that_cannot_be_linked_or_read_is_named_and_not_its_copy(tm
     source = tmp_path / "trajectory"
     source.mkdir()
     with pytest.raises(StoreError, match=r"trajectory cannot be read \(Is a directory\)"):
-        place_file(tmp_path / "copy", source, format_named("npz"))
+        folder.place_file(tmp_path / "copy", source, format_named("npz"))

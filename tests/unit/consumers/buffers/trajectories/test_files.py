@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rollstream.consumers.buffers.storage import journal as journals
+from rollstream.consumers.buffers.storage.layouts import ArraySpec
 from rollstream.consumers.buffers.trajectories import npz
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.cache import TrajectoryCache
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.buffers.trajectories.index import ROW, Description, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import NAME, JournalContent, read_content, write_content
-from rollstream.consumers.buffers.trajectories.rows import LeafSpec, check_trajectory
+from rollstream.consumers.buffers.trajectories.rows import check_trajectory
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
 from rollstream.topics.wire.trajectory_arrays import Trajectory, nest
@@ -31,7 +32,7 @@ from tests.support.paths import ROOT
 from tests.support.trajectory_batches import same, trajectory, untorn
 
 DESCRIPTION = Description(4, 2, 80, "w", "env", "npz")
-LAYOUT = (LeafSpec("rewards", "<f4", ()),)
+LAYOUT = (ArraySpec("rewards", "<f4", ()),)
 
 
 # ---------------------------------------------------------------------- files
@@ -273,7 +274,7 @@ def test_the_index_is_a_list_of_trajectories(changes: list[tuple[str, int]], win
 @given(st.lists(st.one_of(st.integers(1, 9), st.just(0)), max_size=60), st.integers(0, 4))
 def test_the_cache_is_a_queue_of_arrays(changes: list[int], bound: int) -> None:
     """A number adds that many rows, 0 drops the oldest."""
-    layout = (LeafSpec("a", "<i8", ()), LeafSpec("b", "<i4", (2,)))
+    layout = (ArraySpec("a", "<i8", ()), ArraySpec("b", "<i4", (2,)))
     cache, model = TrajectoryCache(bound), deque[np.ndarray](maxlen=bound or None)
     for n, rows in enumerate(changes):
         if rows:
@@ -301,7 +302,7 @@ def test_one_long_trajectory_takes_only_its_own_memory_and_releases_it() -> None
 
     def put(steps: int = 4) -> None:
         rows = 2 * steps
-        cache.put((LeafSpec("a", "<i8", ()),), {"a": np.arange(rows)}, rows)
+        cache.put((ArraySpec("a", "<i8", ()),), {"a": np.arange(rows)}, rows)
 
     for _ in range(50):
         put()
