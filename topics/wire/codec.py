@@ -15,6 +15,7 @@ import io
 import json
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -27,6 +28,7 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from rollstream.topics import records
 from rollstream.topics.errors import RecordError, brief
+from rollstream.topics.wire.frame_pieces import WRITE_ERRORS, FramePieces, record_pieces
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -310,6 +312,9 @@ def encode(record: object) -> bytes:
     if versions is None:
         raise RecordError(f"{name} is not a record of rollstream; records are {', '.join(sorted(schemas()))}")
     schema = versions[-1]
+    with suppress(*WRITE_ERRORS):
+        return b"".join(_writer(schema.fingerprint)(record))
+    # fastavro writes or refuses the values of which the writer is not sure.
     out = io.BytesIO()
     out.write(MAGIC + schema.fingerprint)
     try:
@@ -317,6 +322,11 @@ def encode(record: object) -> bytes:
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         raise RecordError(f"a {name} does not fit its schema: {error}") from error
     return out.getvalue()
+
+
+@cache
+def _writer(schema_fingerprint: bytes) -> FramePieces:
+    return record_pieces(schemas_by_fingerprint()[schema_fingerprint].source, MAGIC + schema_fingerprint)
 
 
 def decode(data: bytes | None) -> Any:

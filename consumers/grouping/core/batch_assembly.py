@@ -150,7 +150,8 @@ def batch(
 
 @cache
 def _pieces() -> FramePieces:
-    return frame_pieces(codec.schemas()["TrainingBatch"][-1], without=("digest",))
+    schema = codec.schemas()["TrainingBatch"][-1]
+    return frame_pieces(schema.source, codec.MAGIC + schema.fingerprint, without=("digest",))
 
 
 def _column(form: str, values: Sequence[float]) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""Reads rollouts without decoding them: one scan a record, and the checks of `topics.validation` over many at once.
+"""Reads rollouts without decoding them: one scan a record, and the checks of `validation.problems` over many at once.
 
 It returns a rollout only if it is certain that `codec.decode` and `validation.problems` accept the record. Any other
 record is left to them. Tests compare both (docs/decisions/0063-two-readers-of-a-rollout.md).

@@ -96,10 +96,10 @@ DECODED = example_rollout("a", highest_version=2**63 - 1)
 @pytest.mark.parametrize(
     ("place", "record"),
     [
-        ("topics.validation._array_problems", carrying("x", array(4))),
-        ("topics.codec._all_bools", DECODED),
-        ("topics.codec._builder", DECODED),
-        ("topics.validation._token_problems", DECODED),
+        ("topics.wire.validation._array_problems", carrying("x", array(4))),
+        ("topics.wire.codec._all_bools", DECODED),
+        ("topics.wire.codec._builder", DECODED),
+        ("topics.wire.validation._token_problems", DECODED),
         ("consumers.grouping.core.rollout_reader._are_sound", example_rollout("a")),
         ("consumers.grouping.core.drop_rules.partition_of", example_rollout("a")),
         ("consumers.grouping.core.configuration_marks.check_names", mark_of(GroupingConfig(generation=1))),
