@@ -151,7 +151,7 @@ def capacity_of(workers: int, **changes: object) -> CapacityConfig:
     return CapacityConfig(**{**values, "group_size": GROUP, "workers": workers, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("workers", "longest"), [(1, 10), (4, 40), (16, 10)])
+@pytest.mark.parametrize(("workers", "longest"), [(4, 40), (16, 10)])
 def test_by_default_less_than_one_in_a_hundred_is_stale_beside_a_slow_learner(workers: int, longest: int) -> None:
     """Steps take 20 ticks, so some groups are played during two steps; they may be four steps behind."""
     capacity = CapacityConfig(workers=workers, group_size=GROUP, in_flight=32 * GROUP)
@@ -186,8 +186,7 @@ def test_without_a_quota_the_fast_environment_owns_the_mixture_and_with_one_it_d
     assert 0.4 < share[True] < 0.7, "while slow groups are played the fast environment feeds the learner"
 
 
-@pytest.mark.parametrize("quota", [0.05, 0.5])
-def test_a_quota_never_stalls_a_run_whose_other_environments_produce_nothing(quota: float) -> None:
-    simulation = Simulation(capacity_of(20, quotas={FAST: quota}), {FAST: (1, 2)}, step_every=5)
+def test_a_quota_never_stalls_a_run_whose_other_environments_produce_nothing() -> None:
+    simulation = Simulation(capacity_of(20, quotas={FAST: 0.05}), {FAST: (1, 2)}, step_every=5)
     simulation.run(200)
     assert simulation.version >= 30

@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.archive import manifest as manifests
-from rollstream.consumers.archive.archiver import TOPICS
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
-from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
+from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
-from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.records import BatchUse, Drop, LearnerStep, NamedArray, Rollout
-from rollstream.topics.wire.catalogue import CATALOGUE
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.archiving import DAY_MS, LOG_OF_TWO, Merging, Stopped, StoppingStore, archive_all, entry, held
@@ -424,20 +422,6 @@ def test_an_environment_of_any_name_stays_within_the_archive(name: str, tmp_path
     assert (tmp_path / "archive" / files.path).resolve().is_relative_to(tmp_path / "archive" / "run=main")
     assert pq.read_table(tmp_path / "archive" / files.path, partitioning=None)["environment"].to_pylist() == [name]
     assert files.path.count("/") == 4
-
-
-def test_every_topic_but_weights_is_archived() -> None:
-    assert set(TOPICS) == {spec.name for spec in CATALOGUE} - {"weights"}
-
-
-def test_a_record_without_a_time_has_a_date() -> None:
-    assert date_at(-1) == "1970-01-01"
-    assert date_at(DAY_MS) == "1970-01-02"
-
-
-def test_a_url_that_cannot_be_opened_says_why() -> None:
-    with pytest.raises(ConfigurationError, match="fsspec cannot open it"):
-        open_store("nosuch://x")
 
 
 def test_a_file_that_is_no_parquet_though_its_digest_is_the_manifests_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.selection_bias import (
@@ -22,7 +20,7 @@ from rollstream.consumers.grouping.selection_bias import (
     selections,
     with_skipped,
 )
-from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.texts import selection_text
 from rollstream.topics.records import FateCount
 from tests.support.batches import random_batch
@@ -73,30 +71,6 @@ def test_selections_and_their_means_agree_with_a_case_computed_by_hand() -> None
     assert selected["produced"]["deviation_length"] == pytest.approx(statistics.pstdev(lengths))
     assert selected["shift_length"] == pytest.approx((20.0 - 30.0) / statistics.pstdev(lengths))
     assert selected["alerts"] == []
-
-
-def test_losing_the_longest_rollouts_is_an_alert_though_rewards_are_fair() -> None:
-    random = Random(1)
-    sample = sorted(drawn(random, 2_000, lambda: 1 + random.expovariate(1 / 200)))
-    selected = selection(batched=sample[:1_800], dropped_late=sample[1_800:])
-    assert selected.alerts() == ("length",)
-    assert selected.shift("length") < -0.05
-
-
-def test_losing_the_best_rollouts_is_an_alert_whatever_their_lengths() -> None:
-    random = Random(2)
-    sample = drawn(random, 2_000, lambda: random.uniform(1, 50))
-    sample.sort(key=lambda pair: pair[1])
-    assert selection(batched=sample[:1_700], dropped_stale_version=sample[1_700:]).alerts() == ("reward",)
-
-
-def test_groups_without_variance_may_differ_without_an_alert() -> None:
-    selected = selection(
-        batched=[(10 + n % 7, float(n % 2)) for n in range(3_000)],
-        dropped_zero_variance=[(500, 1.0)] * 3_000,
-        dropped_late=[(10 + n % 7, float(n % 2)) for n in range(0, 3_000, 40)] + [(500, 1.0)] * 75,
-    )
-    assert selected.alerts() == ()
 
 
 def test_a_shift_of_few_rollouts_is_no_alert_because_it_may_be_chance() -> None:
@@ -190,27 +164,6 @@ def test_a_warning_names_environment_measure_and_both_means() -> None:
     assert "WARNING: environment env: lost rollouts have mean length 40, all" in text
     assert max(map(len, text.splitlines()[:-1])) <= 100
     assert "shift no mean" in selection_text({"env": selection(batched=sample, dropped_late=sample[:500]).as_dict()})
-
-
-def test_a_deadline_that_cuts_long_answers_off_shows_in_the_counts_of_the_fold() -> None:
-    """Longer members take more time, so a short deadline drops their groups, which shows in the counts."""
-    random = Random(4)
-    d = GroupingTestDriver(GroupingConfig(batch_rollouts=8, group_deadline_s=1.0, max_batch_age_s=5.0))
-    for example in range(1_000):
-        lengths = [int(random.uniform(10, 200)) for _ in range(2)]
-        for member, length in enumerate(lengths):
-            if length <= 150:
-                tokens = np.zeros(length, "<i4")
-                d.pipe(example_rollout(f"{example}-{member}", float(member), example_id=str(example), tokens=tokens))
-        d.now_ms += 2_000
-        for member, length in enumerate(lengths):
-            if length > 150:
-                tokens = np.zeros(length, "<i4")
-                d.pipe(example_rollout(f"{example}-{member}", float(member), example_id=str(example), tokens=tokens))
-    selected = selections(task_state.restored_state(d.journal).counts)["env"]
-    assert selected.lost.rollouts > 330
-    assert "length" in selected.alerts()
-    assert selected.shift("length") < 0
 
 
 def test_rollouts_that_learners_skip_are_lost_and_raise_an_alert() -> None:

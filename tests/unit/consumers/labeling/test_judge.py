@@ -222,18 +222,6 @@ def test_a_judge_without_room_refuses_no_rollout() -> None:
     assert isinstance(failure, JudgeUnavailable)
 
 
-def test_a_judge_that_recovers_at_the_last_moment_scores_the_rollout() -> None:
-    recovered = False
-
-    async def handler(request: web.Request) -> web.Response:
-        nonlocal recovered
-        recovered = recovered or await is_short(request)
-        return answer("Score: 7") if recovered else web.Response(status=500)
-
-    [label] = ask(handler, [JUDGED], patience_s=0.5)
-    assert label.reward == 0.7
-
-
 Script = Callable[[str], Coroutine[Any, Any, tuple[int, str]]]
 """Returns the status and the text of the answer to a prompt."""
 

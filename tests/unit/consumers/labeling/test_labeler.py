@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.labeler import (
     LabeledRecord,
     Labeler,
@@ -112,37 +111,12 @@ def test_a_labeler_cannot_write_over_what_it_was_given() -> None:
         outcome_of(scrawled, given(), LIMIT)
 
 
-def test_a_labeler_is_named_by_module_and_function() -> None:
-    assert labeler_of("tests.support.trajectories:double") is double
-
-
 @pytest.mark.parametrize(
     "name", ["double", ":double", "tests.support.trajectories:", "no.module:f", "tests.support.trajectories:no"]
 )
 def test_a_name_of_no_labeler_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="labeler"):
         labeler_of(name)
-
-
-def test_a_name_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="not a function"):
-        labeler_of("tests.unit.consumers.labeling.test_labeler:LIMIT")
-
-
-def test_settings_that_would_label_nothing_are_refused() -> None:
-    with pytest.raises(ConfigurationError):
-        LabelingConfig(max_poll_records=0)
-    with pytest.raises(ConfigurationError):
-        LabelingConfig(commit_interval_s=0)
-
-
-def test_an_error_of_the_labeler_is_nobodys_dead_letter() -> None:
-    def broken(_trajectory: Trajectory) -> Trajectory:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        outcome_of(broken, given(), LIMIT)
-    assert not issubclass(ZeroDivisionError, RecordError)
 
 
 UNREWARDED = rollout("q", 1, reward=0.0, group_id="g", reward_components={"length": 0.5})

@@ -193,16 +193,6 @@ def test_a_setting_the_decoder_does_not_have_is_refused_by_name(
         huggingface.load_config(tmp_path)
 
 
-def test_the_number_of_experts_has_the_name_of_either_release_of_transformers(tmp_path: Path) -> None:
-    given = {**BASE, **CHECKPOINTS["qwen3-moe"]}
-    huggingface.write_json(tmp_path / huggingface.CONFIG, given)
-    config = huggingface.load_config(tmp_path)
-    given["num_local_experts"] = given.pop("num_experts")
-    huggingface.write_json(tmp_path / huggingface.CONFIG, given)
-    assert huggingface.load_config(tmp_path) == config
-    assert config.num_experts == CHECKPOINTS["qwen3-moe"]["num_experts"]
-
-
 def test_what_a_configuration_leaves_out_is_what_its_family_means_by_it(tmp_path: Path) -> None:
     huggingface.write_json(tmp_path / huggingface.CONFIG, BASE)
     config = huggingface.load_config(tmp_path)

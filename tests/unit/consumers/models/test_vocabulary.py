@@ -77,12 +77,6 @@ def test_logits_far_apart_do_not_overflow() -> None:
     assert np.asarray(values[1]).min() > -1e-4
 
 
-def test_a_chunk_that_divides_the_vocabulary_is_preferred_to_padding() -> None:
-    assert vocabulary.chunks_of(151_936, 8192) == 32
-    assert vocabulary.chunks_of(97, 24) == 5
-    assert vocabulary.chunks_of(100, 100) == 1
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_decoder_chunks_the_head_it_has(tied: bool) -> None:
     config = DecoderConfig(num_hidden_layers=0, hidden_size=WIDTH, vocab_size=ENTRIES, tie_word_embeddings=tied)

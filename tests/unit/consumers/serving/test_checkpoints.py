@@ -127,14 +127,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_adapters_of_an_unknown_model_are_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
-    async def test(checkpoints: CheckpointDirectory) -> None:
-        with pytest.raises(ConfigurationError, match=r"give StepWriter the model, or set serving\.engine to vllm"):
-            await checkpoints.add(manifest(0, model="{}"), ARRAYS)
-
-    run(tmp_path, test, adapters=True, template="/models/same")
-
-
 def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_model(tmp_path: Path) -> None:
     template = tmp_path / "template"
     template.mkdir()

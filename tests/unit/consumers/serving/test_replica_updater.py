@@ -163,17 +163,6 @@ def test_an_engine_that_loads_nothing_stays_paused_is_named_and_holds_up_no_othe
     assert drained == "http://engine-1"
 
 
-def test_an_engine_that_fails_at_its_first_version_is_not_left_with_torn_weights(tmp_path: Path) -> None:
-    async def test(fleet: Fleet) -> None:
-        [engine] = fleet.engines
-        engine.refuses["load 0"] = 1
-        await fleet.publish(0)
-        await fleet.serves(0)
-        assert engine.calls == ["pause", "load 0", "pause", "load 0", "resume"]
-
-    run(tmp_path, test)
-
-
 def test_an_engine_that_was_started_again_gets_the_version_again(tmp_path: Path) -> None:
     async def test(fleet: Fleet) -> None:
         [engine] = fleet.engines
@@ -198,42 +187,6 @@ def test_an_engine_that_does_not_pause_keeps_its_weights_and_is_asked_again(tmp_
         assert engine.loads == 2
 
     run(tmp_path, test)
-
-
-def test_an_engine_that_does_not_resume_is_updated_again(tmp_path: Path) -> None:
-    async def test(fleet: Fleet) -> None:
-        [engine] = fleet.engines
-        engine.refuses["resume"] = 1
-        await fleet.publish(0)
-        await fleet.serves(0)
-        assert engine.calls == ["pause", "load 0", "resume"] * 2
-
-    run(tmp_path, test)
-
-
-def test_an_update_in_progress_is_finished_before_the_updater_ends(tmp_path: Path) -> None:
-    async def main() -> None:
-        with CheckpointDirectory(tmp_path, keep_versions=2) as checkpoints:
-            engine, loading, go_on = EngineStandIn(), asyncio.Event(), asyncio.Event()
-            call = engine.call
-
-            async def slow(name: str) -> None:
-                await call(name)
-                if name == "load 0":
-                    loading.set()
-                    await go_on.wait()
-
-            engine.call = slow  # type: ignore[method-assign]
-            await checkpoints.add(manifest(0), ARRAYS)
-            task = asyncio.create_task(ReplicaUpdater("http://engine", engine, checkpoints, CONFIG).run())
-            await loading.wait()
-            task.cancel()
-            go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert (engine.calls, engine.paused) == (["pause", "load 0", "resume"], False)
-
-    asyncio.run(main())
 
 
 def test_an_engine_that_an_update_leaves_paused_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -437,16 +390,6 @@ def test_an_engine_that_can_fetch_no_version_fetches_less_and_less_often() -> No
     engine = FetchingStandIn()
     engine.unfit.add("0")
     assert waits_of(engine, 6) == [2, 4, 8, 16, 16, 16]
-
-
-def test_a_label_that_an_engine_reports_as_a_number_is_its_label() -> None:
-    class Numbering(FetchingStandIn):
-        async def label(self) -> Any:
-            return int(self.reported)
-
-    engine = Numbering()
-    assert waits_of(engine, 10) == [1] * 10
-    assert engine.calls.count("load 0") == 1
 
 
 def test_an_engine_that_never_reports_its_label_is_named_and_updated_less_and_less_often(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.trackers import jsonl_tracker
 from rollstream.consumers.trackers.config import TrackerConfig
 from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, Tracker, open_tracker
 from rollstream.topics.errors import ConfigurationError
@@ -86,18 +85,6 @@ def test_half_a_line_is_cut_off_and_written_again(tmp_path: Path, left: bytes) -
     assert [line["step"] for line in lines_of(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_a_line_longer_than_what_is_read_at_once_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl_tracker, "TAIL_BYTES", 16)
-    test_json_lines_hold_each_step_once_under_its_names(tmp_path)
-
-
-def test_only_half_a_line_is_no_step(tmp_path: Path) -> None:
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "a.jsonl").write_text('{"step": 7')
-    write("jsonl", tmp_path, 7, 0)
-    assert [line["step"] for line in lines_of(tmp_path)] == [0]
-
-
 def test_what_an_earlier_run_of_the_name_left_is_put_aside(tmp_path: Path) -> None:
     for to, directory in (("jsonl", tmp_path), ("tensorboard", tmp_path / "tb")):
         write(to, directory, 2, 0, 1, 2)
@@ -105,15 +92,6 @@ def test_what_an_earlier_run_of_the_name_left_is_put_aside(tmp_path: Path) -> No
     assert [line["step"] for line in lines_of(tmp_path)] == [1]
     assert len((tmp_path / "r" / "a.jsonl.1").read_text().splitlines()) == 3
     assert [step for name, step, _ in scalars(tmp_path / "tb" / "r" / "a") if name == "reward"] == [1]
-
-
-def test_what_was_put_aside_stays_when_an_earlier_file_was_deleted(tmp_path: Path) -> None:
-    for first in (10, 20, 30):
-        write("jsonl", tmp_path, -1, first)
-    (tmp_path / "r" / "a.jsonl.1").unlink()
-    write("jsonl", tmp_path, -1, 40)
-    held = [json.loads(path.read_text())["step"] for path in (tmp_path / "r").glob("a.jsonl*")]
-    assert sorted(held) == [20, 30, 40]
 
 
 def scalars(directory: Path) -> list[tuple[str, int, float]]:

@@ -217,15 +217,6 @@ PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-@pytest.mark.parametrize("form", [int, float])
-def test_a_penalty_at_its_neutral_value_is_trained_on_as_an_integer_and_as_a_float(name: str, form: type) -> None:
-    neutral = form(name == "repetition_penalty")
-    body = server_request(chat(QUESTION, **{name: neutral}), model="m", temperature=1.0, sampling="agent")
-    assert body[name] == neutral
-    assert sampling_params(recorded_sampling(CHAT, body), 1.0).temperature == 1.0
-
-
-@pytest.mark.parametrize("name", PENALTIES)
 @pytest.mark.parametrize("value", [2, 0.5, float("nan"), "high"])
 def test_a_penalty_at_any_other_value_is_not_trained_on(name: str, value: Any) -> None:
     body = server_request(chat(QUESTION, **{name: value}), model="m", temperature=1.0, sampling="agent")

@@ -112,13 +112,6 @@ def test_a_server_that_too_many_wait_for_says_when_to_try_again(
         assert [ask.result(300).choices[0].text for ask in (first, *waiting)] == ["12"] * 3
 
 
-def test_a_body_above_the_limit_is_refused() -> None:
-    with serving(SortingGenerator(), max_body_bytes=1000) as server:
-        status, answer = post(server, json.dumps({"prompt": "1" * 1000}).encode())
-        assert status == 413
-        assert answer["error"]["type"] == "invalid_request_error"
-
-
 def test_a_drain_answers_what_was_let_in_and_refuses_the_rest(
     held: tuple[SortingGenerator, threading.Event, threading.Event],
 ) -> None:

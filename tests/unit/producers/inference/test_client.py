@@ -1,7 +1,6 @@
 """The client: answers of ours and vLLM's, what is retried and what is not, over real sockets."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -103,35 +102,11 @@ def test_a_vllm_answer_gives_tokens_as_sampled() -> None:
     assert first.sampling_params == {"temperature": "1.0", "max_tokens": "8", "seed": "5", "stop": "['\\n']"}
 
 
-def test_a_version_is_read_from_the_metadata_sglang_adds() -> None:
-    answer = vllm_answer(vllm_choice(0), metadata={"weight_version": "12"})
-    [completion] = ask_fixed(answer, n=1)
-    assert (completion.lowest_version, completion.highest_version) == (12, 12)
-
-
 def test_a_server_without_a_version_needs_one_assumed() -> None:
     [completion] = ask_fixed(vllm_answer(vllm_choice(0)), n=1)
     assert with_version(completion, 7).highest_version == 7
     with pytest.raises(InferenceRefused, match=r"worker\.assume_version"):
         with_version(completion, -1)
-
-
-@pytest.mark.parametrize(
-    ("answer", "complaint"),
-    [
-        (vllm_answer(vllm_choice(0, token_ids=None)), "token_ids"),
-        (vllm_answer(vllm_choice(0, prompt_token_ids=None)), "prompt_token_ids"),
-        (vllm_answer(vllm_choice(0, logprobs=None)), "logprob for each"),
-        (vllm_answer(vllm_choice(0, token_ids=[220])), "logprob for each"),
-        (vllm_answer(vllm_choice(0), vllm_choice(1)), "2 choices instead of n=1"),
-        (vllm_answer({"text": "4"}), "shape"),
-        ({"object": "error"}, "shape"),
-        ([1, 2], "shape"),
-    ],
-)
-def test_an_answer_that_cannot_be_trained_on_is_refused(answer: Any, complaint: str) -> None:
-    with pytest.raises(InferenceRefused, match=complaint):
-        ask_fixed(answer, n=1)
 
 
 def test_our_own_server_is_understood() -> None:
@@ -195,22 +170,6 @@ def test_a_server_that_never_answers_meets_the_deadline() -> None:
 
     with serving_http(handler) as base_url, pytest.raises(InferenceUnavailable):
         asyncio.run(ask(base_url, timeout_s=0.3))
-
-
-def test_another_server_answers_where_one_is_gone() -> None:
-    async def handler(_request: web.Request) -> web.Response:
-        return web.json_response(vllm_answer(vllm_choice(0)))
-
-    async def ask_both(gone: str, base_url: str) -> None:
-        async with CompletionsClient([gone, base_url], timeout_s=60) as client:
-            for _ in range(3):
-                answer: Coroutine[Any, Any, list[Completion]] = client.complete(
-                    SampleRequest(prompt="2+2=", n=1, max_tokens=8, temperature=1.0, seed=5)
-                )
-                assert len(await answer) == 1
-
-    with nobody_listening() as gone, serving_http(handler) as base_url:
-        asyncio.run(ask_both(gone, base_url))
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from rollstream.producers.inference.client import Completion, CompletionsClient
-from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.inference.requests import SampleRequest
-from tests.support.producing import SortingGenerator, serving, serving_http
+from tests.support.producing import serving_http
 
 CHOICE = {
     "index": 0,
@@ -138,24 +138,6 @@ def test_a_vllm_without_its_route_is_asked_for_completions_from_then_on() -> Non
     assert server.paths()["/v1/completions"] == 3
 
 
-@pytest.mark.parametrize("owner", ["vllm", "sglang", "rollstream", "somebody"])
-def test_completions_leave_no_parameter_to_the_checkpoints_own_defaults(owner: str) -> None:
-    server = Server(owner=owner)
-    server.refuse = lambda path: web.Response(status=404) if "generate" in path else None
-
-    async def run(base_url: str) -> None:
-        async with CompletionsClient([base_url]) as client:
-            await ask(client)
-            await ask(client)
-
-    with serving_http(server) as base_url:
-        asyncio.run(run(base_url))
-    for body in (body for path, body in server.requests if path == "/v1/completions"):
-        assert (body["top_p"], body["frequency_penalty"], body["presence_penalty"]) == (1, 0, 0)
-        extensions = [body.get(name) for name in ("top_k", "min_p", "repetition_penalty")]
-        assert extensions == ([None, None, None] if owner == "somebody" else [-1, 0, 1]), "others may refuse them"
-
-
 def test_a_session_stays_with_one_server_and_names_itself() -> None:
     servers = [Server(), Server(), Server()]
 
@@ -169,18 +151,6 @@ def test_a_session_stays_with_one_server_and_names_itself() -> None:
     counts = Counter(session for server in servers for session in set(server.sessions))
     assert counts == {f"group-{number}": 1 for number in range(24)}
     assert all(len(server.sessions) == 3 * len(set(server.sessions)) > 0 for server in servers)
-
-
-def test_a_refusal_for_length_has_an_error_of_its_own() -> None:
-    with serving(SortingGenerator()) as server:
-
-        async def run() -> None:
-            async with CompletionsClient([server.base_url], timeout_s=60) as client:
-                await ask(client)
-                with pytest.raises(ContextTooLong):
-                    await client.complete(SampleRequest(prompt="1" * 40, n=1, max_tokens=8, temperature=1.0, seed=5))
-
-        asyncio.run(run())
 
 
 def test_an_aborted_sample_is_asked_for_again() -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from rollstream.producers.inference.server import InferenceServer
-from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.errors import RollstreamError
 from tests.support.log_lines import log_lines
 from tests.support.producing import TOKENIZER, SortingGenerator, serving
 from tests.support.waiting import eventually
@@ -172,18 +172,6 @@ def test_sampling_is_truncated_where_a_setting_allows_it() -> None:
             client.completions.create(**ask, top_p=0)
 
 
-def test_another_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="this server has 'policy'"):
-        client.completions.create(model="gpt-4", prompt="21>")
-
-
-def test_a_body_that_is_no_json_object_is_refused(server: InferenceServer) -> None:
-    for body in (b"{", b"[1]", b"\xff"):
-        status, answer = post(server, body)
-        assert status == 400
-        assert answer["error"]["type"] == "invalid_request_error"
-
-
 def test_texts_are_tokenized_as_vllm_does_it(server: InferenceServer) -> None:
     def tokenize(body: dict[str, Any]) -> tuple[int, Any]:
         return post(server, json.dumps(body).encode(), url=f"{server.url}/tokenize")
@@ -246,22 +234,6 @@ def test_rows_start_in_the_order_of_arrival_as_slots_become_free() -> None:
     ]
 
 
-def test_an_answer_names_the_lowest_and_the_highest_version_that_sampled_it() -> None:
-    # A new version each millisecond, for longer than the answers take on any machine.
-    generator = SortingGenerator(versions=range(100_000), tokens_at_once=1)
-    with serving(generator, max_rows=4, refresh_ms=1) as server, client_of(server) as client:
-        eventually(lambda: server.version >= 0, 60, "weights are loaded")
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda _: client.completions.create(model="policy", prompt="10>", n=3), range(20)))
-    spans = [(c.lowest_version, c.highest_version) for answer in answers for c in answer.choices]
-    assert all(0 <= low <= high < 100_000 for low, high in spans)
-    assert any(low < high for low, high in spans)
-    started = {version for version, _ in generator.batches}
-    for answer in answers:
-        assert answer.policy_version == max(c.highest_version for c in answer.choices)
-        assert {c.lowest_version for c in answer.choices} <= started
-
-
 def test_a_generator_that_fails_costs_its_batch_only_and_its_traceback_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -291,12 +263,3 @@ def test_weights_that_cannot_be_followed_stop_the_server_rather_than_grow_stale(
         assert "the weights topic is gone" in get(server, "/livez")[1]
         with pytest.raises(openai.InternalServerError):
             client.completions.create(model="policy", prompt="21>")
-
-
-def test_a_port_in_use_is_one_line_with_the_remedy(server: InferenceServer) -> None:
-    port = int(server.url.rsplit(":", 1)[1])
-    with (
-        pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} .*inference.port"),
-        serving(SortingGenerator(), port=port),
-    ):
-        pass

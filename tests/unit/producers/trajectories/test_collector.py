@@ -94,15 +94,6 @@ def test_spans_count_the_steps_of_their_episode_in_all_trajectories_before() -> 
     assert not any(part.problems() for part in parts if part is not None)
 
 
-def test_an_episode_that_ends_with_a_trajectory_does_not_go_on_in_the_next() -> None:
-    collecting = collector(1, steps=2)
-    first, second = collect(collecting, *(step(n, (n % 2,)) for n in range(4)))
-    assert [(s.uid, s.first, s.last) for s in (*first.episodes, *second.episodes)] == [
-        ("i-0", True, True),
-        ("i-1", True, True),
-    ]
-
-
 def test_the_control_mode_of_an_episode_is_that_of_its_first_step() -> None:
     modes = [(0, 1), (1, 0), (1, 1), (0, 0)]
     collecting = collector(steps=4)
@@ -123,16 +114,6 @@ def test_a_bootstrap_row_heads_each_part_with_the_flags_before_it() -> None:
         np.testing.assert_array_equal(aligned(flags, 4), ends)
     assert not trajectory.arrays["truncations"].any()
     assert trajectory.arrays["truncations"].shape == (6, 2)
-
-
-def test_the_first_bootstrap_row_is_the_last_flags_of_the_trajectory_before() -> None:
-    _first, second = collect(collector(), *(step(n, (n == 2, 0)) for n in range(6)))
-    np.testing.assert_array_equal(second.arrays["dones"][0], [True, False])
-
-
-def test_without_bootstrap_rows_flags_are_as_long_as_everything_else() -> None:
-    [trajectory] = collect(collector(bootstrap_rows=0), *map(step, range(3)))
-    assert trajectory.arrays["dones"].shape == (3, 2)
 
 
 def test_a_chunk_of_several_actions_ends_an_episode_wherever_it_was_done() -> None:

@@ -183,12 +183,7 @@ def test_a_member_that_declares_another_group_size_is_invalid() -> None:
     ("fields", "words"),
     [
         ({"reward": float("nan")}, "reward is nan"),
-        ({"reward": 1e300}, "reward is 1e+300"),
-        ({"policy_version": -1, "lowest_version": 0}, "policy_version is -1"),
-        ({"tokens": np.array([], "<i4")}, "tokens is empty"),
         ({"logprobs": np.zeros(3, "<f4")}, "logprobs has 3 entries for 4 tokens"),
-        ({"logprobs": np.array([0, 0, np.nan, 0], "<f4")}, "logprobs holds NaN or infinity"),
-        ({"branches": 2}, "it is one of 2 branches but has no episode_uid"),
         ({"uid": ""}, "uid has 0 characters; it must have 1 to 512"),
     ],
 )

@@ -38,36 +38,6 @@ def test_a_generation_not_higher_than_the_current_is_ignored() -> None:
     assert len(d.batches) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "null",
-        "[" * 100_000,
-        '{"generation": 1, "batch_rollouts": "2"}',
-        '{"generation": 1, "max_policy_lag": "4"}',
-        '{"generation": 1, "estimator": ["rloo"]}',
-        '{"generation": 1, "estimator": "none such"}',
-        '{"generation": 1, "maker": "none such"}',
-        '{"generation": 1, "min_group_size": -1}',
-        '{"generation": 1, "horizon_s": Infinity}',
-        '{"generation": 1, "max_age_s": NaN}',
-        '{"generation": 1, "exclude_workers": "bad"}',
-        '{"generation": 1, "exclude_workers": [1]}',
-        '{"generation": 1, "exclude_offsets": ["0:2-1"]}',
-        '{"generation": 1, "drop_superseded": "false"}',
-        '{"generation": 2}',
-    ],
-)
-def test_a_configuration_that_no_code_can_run_changes_nothing(text: str) -> None:
-    d = driver()
-    d.pipe(Mark(kind="configuration", generation=1, configuration=text))
-    assert d.fold.config.generation == 0
-    pair(d)
-    assert len(d.batches) == 1
-
-
 # ---------------------------------------------------------------------- crashes
 
 

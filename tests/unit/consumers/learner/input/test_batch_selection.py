@@ -101,10 +101,6 @@ def test_a_step_takes_whole_batches_until_it_has_enough() -> None:
     assert rows_of(plan.uses, "trained") == 48
 
 
-def test_being_told_to_stop_abandons_the_step() -> None:
-    assert take([0, 0]) == (None, [])
-
-
 @pytest.mark.parametrize(("step", "use"), [(2, "trained"), (3, "skipped")])
 def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_allowed(step: int, use: str) -> None:
     plan, _ = take([7, 8, 8, 8], step=step, steps_of_versions={7: 0, 8: step})
@@ -125,13 +121,6 @@ def test_batches_of_another_runs_learner_age_by_its_steps_on_record_whatever_our
         assert plan.lags == (2, 1, 2)
 
 
-def test_versions_of_an_earlier_publisher_do_not_outvote_the_steps_on_record() -> None:
-    # The learner that published version 1 after its step 100 was replaced by one that begins at step 0.
-    plan, _ = take([1, 2, 2, 2], 0, {1: 100, 2: 0}, publisher_step={0: 100, 10: 1, 20: 1, 30: 1}.get)
-    assert plan is not None
-    assert [use.use for use in plan.uses] == ["trained"] * 3
-
-
 def test_without_steps_on_record_batches_of_another_run_age_by_the_newest_version_in_it() -> None:
     published_after = {0: 0, 1: 1, 8: 7, 9: 9}
     for step in (0, 10_000):
@@ -140,14 +129,6 @@ def test_without_steps_on_record_batches_of_another_run_age_by_the_newest_versio
         assert [use.use for use in plan.uses] == ["trained", "trained", "skipped", "trained"]
         assert plan.uses[2].reason == "policy version 1 is 8 steps old, max_policy_lag is 2"
         assert plan.lags == (0, 0, 2)
-
-
-def test_after_a_restart_batches_without_steps_on_record_age_by_the_versions_read_before() -> None:
-    published_after = {0: 0, 1: 1, 8: 7, 9: 9}
-    plan, _ = take([1, 8, 8, 9], 0, published_after, publisher_step=lambda _offset: None, past_versions={0, 5, 9})
-    assert plan is not None
-    assert [use.use for use in plan.uses] == ["skipped", "trained", "trained", "trained"]
-    assert plan.uses[0].reason == "policy version 1 is 8 steps old, max_policy_lag is 2"
 
 
 def test_batches_of_an_earlier_learner_age_by_its_steps_until_it_was_replaced_and_by_ours_since() -> None:

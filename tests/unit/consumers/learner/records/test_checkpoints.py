@@ -111,20 +111,6 @@ def test_the_newest_of_the_checkpoints_kept_is_restored(fresh: TrainState, tmp_p
     assert sorted(path.name for path in (tmp_path / "run" / "default").iterdir()) == ["20", "40"]
 
 
-def test_a_save_cut_short_is_not_restored(fresh: TrainState, tmp_path: Path) -> None:
-    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
-        checkpoints.save(at(fresh, 20), learner_position(20), {})
-        checkpoints.wait()
-    # Remains of a killed orbax: a temporary directory with some of the files.
-    unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp-0"
-    unfinished.mkdir()
-    (unfinished / "meta").mkdir()
-    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
-        restored = checkpoints.restore(fresh)
-    assert restored is not None
-    assert int(restored.state.step) == 20
-
-
 def test_only_the_learner_itself_deletes_remains_of_interrupted_saves(fresh: TrainState, tmp_path: Path) -> None:
     config = CheckpointConfig(directory=str(tmp_path))
     directory = tmp_path / "run" / "default"
@@ -253,16 +239,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_settings
         with pytest.raises(StateRefused, match=r"the model and optimizer of this learner \(\w+Error: .*\); "):
             checkpoints.restore(other)
         assert checkpoints.restore(fresh, fingerprint=fingerprint(changed)) is not None
-
-
-def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path: Path) -> None:
-    config = CheckpointConfig(directory=str(tmp_path))
-    with Checkpoints(config, "run", "default") as checkpoints:
-        checkpoints.save(at(fresh, 20), learner_position(20), {})
-        checkpoints.wait()
-    for run, learner in (("run", "other"), ("another", "default")):
-        with Checkpoints(config, run, learner) as checkpoints:
-            assert checkpoints.restore(fresh) is None
 
 
 def save_with_a_full_disk(directory: Path) -> None:

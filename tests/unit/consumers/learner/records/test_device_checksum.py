@@ -1,4 +1,5 @@
-"""The digest of parameters that devices compute equals the digest by definition, whatever the sharding."""
+"""The digest of parameters that devices compute equals the digest by definition; neither it nor a snapshot depends on
+the sharding."""
 
 import json
 import os
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.records.device_checksum import device_checksum
+from rollstream.consumers.weights.conversion import converted
 from rollstream.topics.wire.params_checksum import params_checksum
+from rollstream.topics.wire.params_digest import params_digest
 from tests.support.paths import ROOT
 
 SHARDED = """
@@ -18,11 +21,16 @@ import json, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rollstream.consumers.learner.records.device_checksum import device_checksum
+from rollstream.consumers.learner.training.snapshot import snapshot
+from rollstream.topics.wire.params_digest import params_digest
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
 array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
 specs = [P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P(("data", "fsdp"))]
-print(json.dumps([device_checksum({"w": jax.device_put(array, NamedSharding(mesh, spec))}) for spec in specs]))
+params = {str(number): jax.device_put(array, NamedSharding(mesh, spec)) for number, spec in enumerate(specs)}
+checksums = [device_checksum({"w": held}) for held in params.values()]
+digests = [params_digest({"w": taken}) for taken in snapshot(params, "bfloat16").values()]
+print(json.dumps([checksums, digests]))
 """
 
 
@@ -39,7 +47,9 @@ def test_it_does_not_depend_on_the_sharding() -> None:
     command = [sys.executable, "-P", "-c", SHARDED]
     child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
     array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
-    assert set(json.loads(child.stdout)) == {params_checksum({"w": array})}
+    checksums, digests = json.loads(child.stdout)
+    assert set(checksums) == {params_checksum({"w": array})}
+    assert set(digests) == {params_digest(converted({"w": array}, "bfloat16"))}
 
 
 def test_values_of_eight_bytes_are_refused() -> None:

@@ -121,11 +121,6 @@ def test_processed_log_probabilities_declared_raw_are_caught(params: dict[str, j
     assert "(processed) declared as raw" in warning
 
 
-def test_a_sampler_with_another_model_is_caught(params: dict[str, jax.Array], tokens: np.ndarray) -> None:
-    batch = recorded(made(1), tokens, TEMPERATURE, "processed")
-    assert mismatch_warning(step_metrics(params, batch), CONFIG) is not None
-
-
 def test_the_divergence_measured_is_that_of_the_distributions(params: dict[str, jax.Array], tokens: np.ndarray) -> None:
     """KL(generator || learner) over the vocabulary, which k3 estimates from 1,280 sampled tokens."""
     at = logits(params, tokens)[:, PROMPT - 1 : -1]

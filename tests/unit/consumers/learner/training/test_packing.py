@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.training.bin_packing import first_fit, layout
+from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.consumers.learner.training.packing import (
     PackedBatch,
     PackedStep,
     TrainingSequence,
     pack,
-    rows_by_length,
     sequences_of,
 )
 from rollstream.topics.errors import ConfigurationError
@@ -126,18 +124,6 @@ def test_microbatches_have_one_shape_a_bucket_and_segments_are_contiguous(
     assert row_lengths == sorted(row_lengths, reverse=True)
 
 
-@given(lengths, st.lists(st.integers(0, LENGTH), max_size=6), st.integers(0, 8))
-def test_items_of_one_length_placed_together_go_where_first_fit_puts_them_one_by_one(
-    lengths: list[int], partly_filled: list[int], empty: int
-) -> None:
-    descending = np.sort(np.array(lengths, np.int64))[::-1]
-    room = np.array([*partly_filled, *[LENGTH] * empty], np.int64)
-    bins, left = first_fit(descending, room, len(partly_filled))
-    assert bins.tolist() == first_fit_plainly(descending.tolist(), room.tolist())
-    for index, free in enumerate(left):
-        assert free == room[index] - descending[bins == index].sum()
-
-
 @given(lengths)
 def test_a_layout_puts_every_item_where_first_fit_puts_it(lengths: list[int]) -> None:
     ((items, bins),) = layout(np.array(lengths, np.int64), {LENGTH: ROWS})
@@ -165,23 +151,6 @@ def test_rollouts_go_to_the_shortest_rows_that_hold_them_once_longer_microbatche
     assert first_tokens(step.microbatches[:1]) == [1, 101, 201, 301, 401]
 
 
-def test_shorter_rollouts_fill_the_rows_of_a_longer_bucket_rather_than_begin_a_microbatch() -> None:
-    step = pack(sequences([16, 3, 4, 8]), rows=3, sequence_length=16, length_buckets=BUCKETS)
-    assert [microbatch.tokens.shape for microbatch in step.microbatches] == [(3, 16)]
-
-
-def test_a_bucket_holds_as_many_tokens_as_the_longest_rows() -> None:
-    config = LearnerConfig(microbatch_rows=8, sequence_length=2048, length_buckets=(512, 900))
-    assert list(rows_by_length(config).items()) == [(2048, 8), (900, 16), (512, 32)]
-
-
-def test_the_same_rollouts_give_the_same_arrays() -> None:
-    draw = np.random.default_rng(0)
-    many = sequences(draw.integers(1, LENGTH, 50).tolist())
-    once, again = (pack(many, rows=ROWS, sequence_length=LENGTH, length_buckets=BUCKETS) for _ in range(2))
-    assert same(once, again)
-
-
 @pytest.mark.parametrize("too_long", ["skip", "truncate"])
 def test_a_rollout_longer_than_a_row_is_left_out_or_cut_and_counted(too_long: str) -> None:
     step = pack(sequences([3, 17, 16, 40]), rows=ROWS, sequence_length=LENGTH, too_long=too_long)
@@ -194,12 +163,6 @@ def test_a_rollout_longer_than_a_row_is_left_out_or_cut_and_counted(too_long: st
 def test_a_rollout_longer_than_a_row_is_an_error_that_names_the_settings() -> None:
     with pytest.raises(ConfigurationError, match=r"17 tokens.*learner.sequence_length to at least 17.*too_long"):
         pack(sequences([3, 17]), rows=ROWS, sequence_length=LENGTH)
-
-
-def test_a_step_without_rollouts_has_empty_updates() -> None:
-    step = pack([], rows=ROWS, sequence_length=LENGTH, minibatches=2)
-    assert [update.microbatches for update in step.updates] == [(), ()]
-    assert (step.trained_tokens, step.trained_sequences, step.tokens, step.padding_fraction) == (0, 0, 0, 0.0)
 
 
 def test_rollouts_without_tokens_and_fully_masked_ones_train_nothing() -> None:
@@ -217,11 +180,6 @@ def test_minibatches_are_contiguous_ranges_of_about_equally_many_rollouts() -> N
         [701, 801, 901],
     ]
     assert [update.trained_tokens for update in step.updates] == [4, 3, 3]
-
-
-def test_fewer_rollouts_than_minibatches_leave_updates_empty() -> None:
-    step = pack(sequences([2]), rows=ROWS, sequence_length=LENGTH, minibatches=3)
-    assert [len(update.microbatches) for update in step.updates] == [1, 0, 0]
 
 
 @given(lengths, st.integers(1, 4), st.data())
@@ -257,14 +215,6 @@ def test_a_device_of_the_cpu_takes_packed_rows_without_a_copy(length: int) -> No
         assert jax.device_put(microbatch.words).unsafe_buffer_pointer() == microbatch.words.ctypes.data
 
 
-def test_reference_log_probs_are_there_only_where_asked_for() -> None:
-    without = sequence(3)._replace(reference_log_probs=None)
-    (microbatch,) = pack([without], rows=ROWS, sequence_length=LENGTH).microbatches
-    assert "reference_log_probs" not in microbatch.arrays()
-    with pytest.raises(ConfigurationError, match=r'learner.reference is "carried"'):
-        pack([without], rows=ROWS, sequence_length=LENGTH, carried_reference=True)
-
-
 def test_rows_of_a_batch_become_sequences_with_the_temperature_their_logprobs_hold_at() -> None:
     batch = random_batch(0, rows=4)
     batch = replace(
@@ -286,13 +236,6 @@ def test_reference_log_probs_of_a_batch_go_with_their_rollouts() -> None:
     assert {item.reference_log_probs for item in sequences_of(batch)} == {None}
     actual = [item.reference_log_probs for item in sequences_of(replace(batch, reference_logprobs=carried))]
     np.testing.assert_array_equal(np.concatenate(actual), carried)
-
-
-def test_advantages_of_a_batch_may_be_one_a_row() -> None:
-    batch = random_batch(0, rows=3)
-    per_row = np.array([1.0, -2.0, 0.5], np.float32)
-    actual = sequences_of(replace(batch, advantages=per_row))
-    assert [item.advantages.tolist() for item in actual] == [[advantage] for advantage in per_row]
 
 
 def test_advantages_are_one_a_row_only_if_every_row_has_the_same_bits_at_all_its_positions() -> None:

@@ -1,9 +1,4 @@
-"""Snapshots hold the values of their moment, in the bits that conversion on the host gives, whatever the sharding."""
-
-import json
-import os
-import subprocess
-import sys
+"""Snapshots hold the values of their moment, in the bits that conversion on the host gives."""
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +8,6 @@ import pytest
 from rollstream.consumers.learner.training.snapshot import Snapshots, snapshot
 from rollstream.consumers.weights.conversion import converted
 from rollstream.topics.wire.params_digest import params_digest
-from tests.support.paths import ROOT
-
-SHARDED = """
-import json
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from rollstream.consumers.learner.training.snapshot import snapshot
-from rollstream.topics.wire.params_digest import params_digest
-
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
-specs = [P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P(("data", "fsdp"))]
-params = {str(number): jax.device_put(array, NamedSharding(mesh, spec)) for number, spec in enumerate(specs)}
-print(json.dumps([params_digest({"w": array}) for array in snapshot(params, "bfloat16").values()]))
-"""
 
 
 def every_kind_of_float() -> np.ndarray:
@@ -101,11 +81,3 @@ def test_jax_writes_into_no_buffer_that_numpy_still_shows() -> None:
 
 def test_a_process_that_keeps_nothing_gets_nothing() -> None:
     assert snapshot({f"w{number}": jnp.arange(3.0) for number in range(4)}, keep=()) == {}
-
-
-def test_it_does_not_depend_on_the_sharding() -> None:
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-P", "-c", SHARDED]
-    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
-    array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
-    assert set(json.loads(child.stdout)) == {params_digest(converted({"w": array}, "bfloat16"))}
