@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from rollstream.topics.records import TrainingBatch
+from rollstream.topics.records import BatchTokenArray, NamedArray, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import batch_digest, has_digest
 from tests.support.batches import random_batch
@@ -36,6 +36,18 @@ def changed(value: Any) -> Any:
 def test_a_digest_depends_on_each_field(name: str) -> None:
     other = replace(BATCH, **{name: changed(getattr(BATCH, name))})
     assert batch_digest(other) != batch_digest(BATCH)
+
+
+def test_a_digest_depends_on_each_part_of_a_token_array() -> None:
+    entry = BatchTokenArray(name="x", rows=np.arange(2, dtype="<i4"), array=NamedArray.of(np.zeros(4, "<f4")))
+    others = (
+        replace(entry, name="y"),
+        replace(entry, rows=entry.rows[:1]),
+        replace(entry, array=replace(entry.array, dtype="<i4")),
+        replace(entry, array=NamedArray.of(np.ones(4, "<f4"))),
+    )
+    carried = [(), (entry,), *((other,) for other in others)]
+    assert len({batch_digest(replace(BATCH, token_arrays=entries)) for entries in carried}) == len(carried)
 
 
 def test_a_digest_does_not_depend_on_the_one_a_batch_carries() -> None:

@@ -44,7 +44,7 @@ def topics(draw: st.DrawFn) -> dict[int, list[ArchivedRecord]]:
     return collected
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     log=topics(),
     at_once=st.integers(1, 8),

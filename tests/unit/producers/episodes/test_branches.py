@@ -167,8 +167,10 @@ def recordings(draw: st.DrawFn) -> Recording:
     return recording
 
 
-@given(recordings())
-def test_every_sampled_token_is_trained_exactly_once(recording: Recording) -> None:
+@given(recordings(), st.data())
+def test_every_sampled_token_is_trained_once_in_exact_sequences_whatever_is_retried(
+    recording: Recording, data: st.DataObject
+) -> None:
     branches = branches_of(recording.calls)
     trained = Counter((p.uid, p.answer) for b in branches for p in b.calls if p.trained)
     assert trained == Counter((c.uid, i) for c in recording.calls for i in range(len(c.answers)))
@@ -183,19 +185,9 @@ def test_every_sampled_token_is_trained_exactly_once(recording: Recording) -> No
         assert same(branch.loss_mask, spans)
         assert not branch.logprobs[~spans].any()
         assert (branch.versions[~spans] == -1).all()
-
-
-@given(recordings())
-def test_branches_are_exact_sequences_of_their_calls(recording: Recording) -> None:
-    for branch in branches_of(recording.calls):
         for place in branch.calls:
             assert same(branch.tokens[: place.stop], recording.whole(place.uid, place.answer))
-        assert branch.calls[-1].stop == len(branch.tokens)
-        assert branch.turns[-1].stop == len(branch.tokens)
-
-
-@given(recordings(), st.data())
-def test_retries_change_nothing_wherever_they_lie(recording: Recording, data: st.DataObject) -> None:
+        assert branch.calls[-1].stop == branch.turns[-1].stop == len(branch.tokens)
     calls = list(recording.calls)
     for call in recording.calls:
         if data.draw(st.booleans()):
@@ -203,7 +195,7 @@ def test_retries_change_nothing_wherever_they_lie(recording: Recording, data: st
                 call, uid=f"{call.uid}-again", answers=(CallAnswer(tokens=tokens(9), logprobs=-np.ones(1, "<f4")),)
             )
             calls.insert(data.draw(st.integers(calls.index(call) + 1, len(calls))), retry)
-    assert as_written(branches_of(calls)) == as_written(branches_of(recording.calls))
+    assert as_written(branches_of(calls)) == as_written(branches)
     assert [c.uid for c in distinct(calls)] == [c.uid for c in recording.calls]
 
 

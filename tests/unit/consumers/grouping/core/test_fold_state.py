@@ -1,8 +1,5 @@
 """Configurations from the log, crashes, the journal and the digest; one small log per test."""
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -13,8 +10,7 @@ from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records import Mark, NamedArray
-from rollstream.topics.wire.rl_examples import REFERENCE, batch_digest
+from rollstream.topics.records import Mark
 from tests.support.pairs import driver, pair
 
 # ---------------------------------------------------------------------- configuration marks
@@ -115,43 +111,6 @@ def test_the_journal_names_batches_groups_and_positions() -> None:
     assert [(g.example_id, g.sealed_ms, g.finished_ms) for g in record.finished_groups] == [(at, 0, 0)]
     assert record.admitted.tolist() == record.unfinished.tolist() == [2, 1]
     assert {f.fate: f.runs.tolist() for f in record.finished} == {"batched": [0, 2]}
-
-
-def test_the_digest_changes_with_any_field_of_a_batch() -> None:
-    d = driver(token_arrays=("entropy",))
-    arrays = {name: NamedArray.of(np.zeros(4, "<f4")) for name in (REFERENCE, "entropy")}
-    pair(d, token_arrays=arrays)
-    (batch,) = d.batches
-    assert batch.digest == batch_digest(batch)
-    seen = {batch.digest}
-    for name, value in vars(batch).items():
-        if name == "digest":
-            continue
-        if isinstance(value, np.ndarray):
-            changed: Any = np.append(value, np.zeros(1, value.dtype))
-            assert batch_digest(replace(batch, **{name: changed})) not in seen
-            changed = value.copy()
-            changed[-1] = not changed[-1] if changed.dtype == bool else changed[-1] + 1
-        elif isinstance(value, str):
-            changed = {"cut": "age"}.get(name, value + "x")
-        elif isinstance(value, int):
-            changed = value + 1
-        elif name == "token_arrays":
-            array = value[0].array
-            for part in (
-                replace(value[0], name="x"),
-                replace(value[0], rows=value[0].rows[:1]),
-                replace(value[0], array=replace(array, dtype="<i4")),
-                replace(value[0], array=replace(array, data=b"x" + array.data[1:])),
-            ):
-                assert batch_digest(replace(batch, token_arrays=(part,))) not in seen
-            changed = ()
-        elif name == "groups":
-            changed = (replace(value[0], size=9),)
-        else:
-            changed = (*value[:-1], value[-1] + "x")
-        seen.add(batch_digest(replace(batch, **{name: changed})))
-    assert len(seen) == len(vars(batch))
 
 
 def test_an_unknown_estimator_or_maker_of_the_first_configuration_is_refused() -> None:

@@ -84,7 +84,7 @@ def sampled(data: st.DataObject) -> tuple[TokenizerFile, list[int]]:
     return tokenizer, tokens[: data.draw(st.integers(0, len(tokens)))]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_an_answer_is_cut_at_the_shortest_beginning_with_a_stop(data: st.DataObject) -> None:
     tokenizer, tokens = sampled(data)
@@ -98,7 +98,7 @@ def test_an_answer_is_cut_at_the_shortest_beginning_with_a_stop(data: st.DataObj
         assert choice.finish_reason == "stop"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_a_growing_row_is_ended_with_the_first_new_tokens_that_complete_a_stop(data: st.DataObject) -> None:
     tokenizer, tokens = sampled(data)
@@ -143,7 +143,7 @@ def test_to_find_a_stop_at_the_end_of_a_long_answer_few_tokens_are_decoded(new: 
     assert CountingCodec.decoded <= 128 * length
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_the_text_of_a_growing_row_is_that_of_all_its_tokens(data: st.DataObject) -> None:
     tokenizer, tokens = sampled(data)
