@@ -19,6 +19,7 @@ from rollstream.topics.kafka.records import KafkaRecord, size_of
 from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, TrainingBatch
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import spec_of, topic_name
+from rollstream.topics.wire.frame_scanner import frame_scanner
 from rollstream.topics.wire.validation import batch_problems
 
 if TYPE_CHECKING:
@@ -212,6 +213,27 @@ INT32_COLUMNS = {
     for name, schema in SCHEMAS.items()
 }
 """Columns with 32 bits; integers in records have 64 bits."""
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "token_rewards")
+_TURN = {
+    **{name: name for name in ("role", "text", "start", "stop", "reward", "has_logprobs")},
+    "timestamp": "created_s",
+    **{f"inference.{name}": name for name in ("model_version", "sampling_params", "inference_time_s")},
+}
+"""Columns of a turn by its fields, in the order of the schema."""
+_SCANNED = {
+    **{name: name for name in ("uid", "group_id", "group_size", "environment", "example_id", "policy_version")},
+    **{name: name for name in ("lowest_version", "highest_version", "episode_uid", "branch", "branches", "turns")},
+    **{name: name for name in ("tokens", "loss_mask", "logprobs", "logprobs_mode")},
+    **{f"sampling.{name}": name for name in ("temperature", "top_p", "top_k", "min_p")},
+    **{name: name for name in ("token_rewards", "reward", "reward_components", "truncated")},
+    **{f"metadata.{name}": name for name in ("worker_id", "replica_id")},
+    "metadata.timestamp": "created_s",
+    "metadata.weight_step": "weight_step",
+    "extra": "extra",
+}
+"""Columns of a rollout by its fields, in the order of the schema."""
+_COLUMNS = [c for name in _SCANNED.values() for c in ((name, f"{name}_end") if name in _ARRAYS else (name,))]
+_scanner = cache(lambda: frame_scanner("Rollout", {*_SCANNED, *(f"turns.{name}" for name in _TURN)}))
 _LAST_DAY = 2_932_896
 """9999-12-31, the last valid date."""
 LARGE_VALUE_BYTES = 4096
@@ -304,13 +326,18 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
         yield table, row
 
 
-def _rollout_fields(value: bytes) -> dict[str, Any]:
-    """Return the fields of a rollout as `codec.decode_fields` does. Raises RecordError as `codec.decode` does."""
-    fields = codec.decode_fields(value)
-    mask = fields["loss_mask"]
-    if mask.translate(None, b"\0\1") or any(len(fields[name]) % 4 for name in ("tokens", "logprobs", "token_rewards")):
+def _rollout_fields(value: bytes) -> Row:
+    """Return the fields of a rollout by name, its arrays as bytes. Raises RecordError as `codec.decode` does."""
+    fields = _scanner()(value)
+    if fields is None:
+        # The encoder writes what the scanner reads.
+        return _rollout_fields(codec.encode(codec.decode(value)))
+    row = dict(zip(_COLUMNS, fields, strict=True))
+    for name in _ARRAYS:
+        row[name] = value[row[name] : row[f"{name}_end"]]
+    if row["loss_mask"].translate(None, b"\0\1") or any(len(row[name]) % 4 for name in _ARRAYS if name != "loss_mask"):
         codec.decode(value)  # raises the error of the array
-    return fields
+    return row
 
 
 def _rollout(place: Row, r: Row, arrays: bool) -> Rows:
@@ -318,30 +345,25 @@ def _rollout(place: Row, r: Row, arrays: bool) -> Rows:
         return  # Other topics have rollouts that wait for their reward or were refused.
     turns, length = r["turns"], len(r["tokens"]) // 4
     r |= place
-    r |= r["metadata"]
-    r |= r["sampling"]
     r |= {
         "reward_components": _pairs(r["reward_components"]),
         "length": length,
         # Avoid numpy, which would release the interpreter lock here and wait for it again.
         "sampled": length - r["loss_mask"].count(0),
         "turns": len(turns),
-        "created_s": r["timestamp"],
         "extra": _pairs(r["extra"]),
     }
     for name, dtype in (("tokens", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4")):
         r[name] = np.frombuffer(r[name], dtype) if arrays else None
     yield place["topic"], r
     for number, turn in enumerate(turns):
-        turn |= place
-        turn |= turn["inference"]
+        turn = dict(zip(_TURN.values(), turn, strict=True)) | place
         turn |= {
             "environment": r["environment"],
             "uid": r["uid"],
             "example_id": r["example_id"],
             "policy_version": r["policy_version"],
             "turn": number,
-            "created_s": turn["timestamp"],
             "sampling_params": _pairs(turn["sampling_params"]),
         }
         yield "turns", turn

@@ -334,20 +334,6 @@ def decode(data: bytes | None) -> Any:
 
     Raises RecordError for a value that is not a frame, an unknown fingerprint, bytes that do not parse, or extra bytes.
     """
-    schema, values = _parse(data, lambda schema: schema.parsed)
-    return _builder(record_types()[schema.record])(values)
-
-
-def decode_fields(data: bytes | None) -> dict[str, Any]:
-    """Decode a frame into its fields by name, in which arrays are bytes that are not checked, in half of the time.
-
-    Raises RecordError as `decode` does, except for arrays.
-    """
-    return _parse(data, lambda schema: _plain(schema.fingerprint))[1]
-
-
-def _parse(data: bytes | None, parsed_by: Callable[[Schema], Any]) -> tuple[Schema, dict[str, Any]]:
-    """Return the schema of a frame, and what fastavro reads from it with the parsed schema of `parsed_by`."""
     schema = schema_of(data)
     body = 0 if data is None else begin_of(data) + HEADER_SIZE
     if data is None or schema is None:
@@ -361,26 +347,14 @@ def _parse(data: bytes | None, parsed_by: Callable[[Schema], Any]) -> tuple[Sche
     stream = io.BytesIO(data)
     stream.seek(body)
     # The two-argument form skips resolution, which costs time when the writer is current.
-    resolve = None if newest is schema else parsed_by(newest)
+    resolve = None if newest is schema else newest.parsed
     try:
-        values = fastavro.schemaless_reader(stream, parsed_by(schema), resolve)
+        values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
     except PARSE_ERRORS as error:
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
     if stream.tell() != len(data) and not is_signature(data[stream.tell() :]):
         raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
-    return schema, cast(dict[str, Any], values)
-
-
-@cache
-def _plain(schema_fingerprint: bytes) -> Any:
-    """Return a parsed schema without logical types, so that fastavro reads arrays as bytes."""
-    source = json.dumps(schemas_by_fingerprint()[schema_fingerprint].source)
-    return fastavro.parse_schema(json.loads(source, object_hook=_without_logical_type))
-
-
-def _without_logical_type(value: dict[str, Any]) -> dict[str, Any]:
-    value.pop("logicalType", None)
-    return value
+    return _builder(record_types()[schema.record])(cast(dict[str, Any], values))
 
 
 def is_signature(rest: bytes) -> bool:

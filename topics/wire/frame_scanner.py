@@ -9,12 +9,33 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import Schema
 
+ScanFrame = Callable[[bytes], tuple[Any, ...] | None]
+"""From a value to the chosen fields of its record; None if the value must be decoded."""
 Scan = Callable[[bytes, int], tuple[Any, ...]]
 """From a value and the offset of a record's first field in it to the chosen fields and the offset of the end."""
 SCAN_ERRORS = (ValueError, IndexError, struct.error)
 """What a scanner raises if it is not sure of a frame."""
+
+
+def frame_scanner(record: str, chosen: Collection[str]) -> ScanFrame:
+    """Return the scanner of frames of a record's newest schema, as `scanner` describes it."""
+    schema = codec.schemas()[record][-1]
+    begin, scan = codec.MAGIC + schema.fingerprint, scanner(schema, chosen)
+
+    def scan_frame(value: bytes) -> tuple[Any, ...] | None:
+        at = codec.begin_of(value)
+        if not value.startswith(begin, at):
+            return None
+        try:
+            *fields, end = scan(value, at + codec.HEADER_SIZE)
+        except SCAN_ERRORS:
+            return None
+        return tuple(fields) if end == len(value) or codec.is_signature(value[end:]) else None
+
+    return scan_frame
 
 
 def scanner(schema: Schema, chosen: Collection[str]) -> Scan:
@@ -35,14 +56,14 @@ def scanner(schema: Schema, chosen: Collection[str]) -> Scan:
 def _number(data: bytes, at: int) -> tuple[int, int]:
     """Return the number in Avro's zigzag encoding at an offset, and the offset after it."""
     number = shift = 0
-    while shift < 63:
+    while shift < 70:
         byte = data[at]
         at += 1
         number |= (byte & 127) << shift
         shift += 7
-        if byte < 128:
+        if byte < 128 and number < 2**64:
             return (number >> 1) ^ -(number & 1), at
-    raise ValueError("a number of more than nine bytes")
+    raise ValueError("a number of more than 64 bits")
 
 
 def _size(data: bytes, at: int) -> tuple[int, int]:

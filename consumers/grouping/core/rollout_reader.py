@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.grouping.core.held_rollouts import NOTHING, HeldRollout
 from rollstream.topics.records import NamedArray
-from rollstream.topics.wire import codec
-from rollstream.topics.wire.frame_scanner import SCAN_ERRORS, Scan, scanner
+from rollstream.topics.wire.frame_scanner import frame_scanner
 from rollstream.topics.wire.validation import (
     LOGPROB_TOLERANCE,
     NAME_LIMIT,
@@ -41,11 +40,7 @@ _LEAST_BITS = int(np.float32(NO_LOGPROB).view("<u4"))
 _MOST_BITS = int(np.nextafter(np.float32(LOGPROB_TOLERANCE), np.float32(0)).view("<i4"))
 
 
-@cache
-def _scanner() -> tuple[bytes, Scan]:
-    """Return the first bytes of a rollout's frame, and the scanner of its fields."""
-    schema = codec.schemas()["Rollout"][-1]
-    return codec.MAGIC + schema.fingerprint, scanner(schema, _CHOSEN)
+_scanner = cache(lambda: frame_scanner("Rollout", _CHOSEN))
 
 
 def read_rollouts(values: Sequence[bytes | None]) -> list[HeldRollout | None]:
@@ -79,26 +74,21 @@ def read_again(value: bytes | None) -> HeldRollout | None:
 
 def _fields(value: bytes) -> _Fields | None:
     """Return the fields of a rollout if all its names and numbers are valid."""
-    begin, scan = _scanner()
-    at = codec.begin_of(value)
-    if not value.startswith(begin, at):
+    fields = _scanner()(value)
+    if fields is None:
         return None
-    try:
-        # fmt: off
-        (
-            uid, group_id, group_size, environment, example_id, policy_version, lowest, highest, episode_uid, branch,
-            branches, turns, tokens, tokens_end, mask, mask_end, logprobs, logprobs_end, logprobs_mode, temperature,
-            top_p, top_k, min_p, token_rewards, token_rewards_end, reward, components, truncated, worker_id, timestamp,
-            weight_step, arrays, end,
-        ) = scan(value, at + codec.HEADER_SIZE)
-        # fmt: on
-    except SCAN_ERRORS:
-        return None
+    # fmt: off
+    (
+        uid, group_id, group_size, environment, example_id, policy_version, lowest, highest, episode_uid, branch,
+        branches, turns, tokens, tokens_end, mask, mask_end, logprobs, logprobs_end, logprobs_mode, temperature,
+        top_p, top_k, min_p, token_rewards, token_rewards_end, reward, components, truncated, worker_id, timestamp,
+        weight_step, arrays,
+    ) = fields
+    # fmt: on
     length = mask_end - mask
     size_bytes = 4 * length
     if not (
-        (end == len(value) or codec.is_signature(value[end:]))
-        and 0 < len(uid) <= NAME_LIMIT
+        0 < len(uid) <= NAME_LIMIT
         and 0 < len(environment) <= NAME_LIMIT
         and 0 < len(example_id) <= NAME_LIMIT
         and len(group_id) <= NAME_LIMIT

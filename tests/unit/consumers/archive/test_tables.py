@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.archive import tables, writer
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, log_table, rows_of, table_of
+from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, LearnerStep, RescoredRollout, Rollout
 from rollstream.topics.wire.codec import decode, encode
@@ -77,6 +78,15 @@ def test_a_rollout_has_the_rows_of_the_decoded_record_or_is_refused_as_it_is(
         value[int(place * (len(value) - 1))] = byte
     sent = ArchivedRecord("rollouts", 3, 7, DAY_MS, b"key", bytes(value))
     assert outcome(lambda: actual_rows(sent, arrays)) == outcome(lambda: expected_rows(decode(bytes(value)), arrays))
+
+
+def test_a_rollout_that_another_encoder_wrote_has_the_same_rows() -> None:
+    """Avro permits the size of a block after its count, which is then negative."""
+    value, entries = encode(example_rollout("a", extra={"a": "b"})), b"\x02a\x02b\x00"
+    assert value.endswith(b"\x02" + entries)
+    foreign = value[: -len(entries) - 1] + b"\x01\x08" + entries
+    ours, theirs = (list(rows_of(ArchivedRecord("rollouts", 0, 0, 0, b"", v), arrays=False)) for v in (value, foreign))
+    assert repr(theirs) == repr(ours)
 
 
 def outcome(make: Callable[[], dict[str, list[dict[str, Any]]]]) -> str:
