@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.settings import plain
+from rollstream.producers.config import EnvironmentConfig
 
 _FIRST = ("task", "environments", "grouping", "learner", "labeling", "worker", "inference", "curriculum", "evaluation")
 """Sections that decide what is learned; they come before those that say where and how a run is kept."""
@@ -17,7 +18,7 @@ class ChangedSetting(NamedTuple):
     """Dotted, as in `learner.optimizer.learning_rate`."""
     value: str
     default: str
-    """Empty if there is no default, as for an environment."""
+    """Empty if there is none, as for a key of a table with any keys."""
 
 
 def settings_of(config: RunConfig) -> RunConfig | None:
@@ -40,6 +41,9 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
         return None
     same = [f"run={run.run}", f"data_dir={run.data_dir}", f"seed={run.seed}"]
     defaults = dict(_texts(plain(load(flags=same)))) | {"seed": "0"}
+    for number, entry in enumerate(run.environments):
+        defaults |= dict(_texts(plain(EnvironmentConfig(use=entry.use)), f"environments.{number}"))
+        del defaults[f"environments.{number}.use"]
     changed = [
         ChangedSetting(key, value, defaults.get(key, ""))
         for key, value in _texts(plain(run))
