@@ -140,7 +140,7 @@ class Forwarding:
 
 def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[RLExample]]:
     """Convert a sealed group for batch makers; return it and its examples with advantages, in order of arrival."""
-    sealed_ms = round((group.sealed_ts or 0.0) * 1000)
+    sealed_ms = round(group.sealed_ts * 1000)
     first = group.rollouts[0]
     collected = Group(
         key=GroupKey(group.environment, group.example_id, group.policy_version, first.group_id),

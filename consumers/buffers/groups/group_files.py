@@ -6,8 +6,6 @@ A rollout is restored bit for bit, because its row also contains the record as i
 import base64
 import hashlib
 import json
-import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,8 +44,6 @@ base64 (`record`)."""
 VIEW_STATE = "position.journal"
 """Name of the state file of a store of all environments, next to their folders."""
 _FOLDER_LIMIT = 200
-_OPEN = re.compile(r"open-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
-"""Names of files of open groups."""
 
 
 class PlacedRollout(NamedTuple):
@@ -62,14 +58,14 @@ class RolloutGroup:
     """A group of rollouts, as it is on disk."""
 
     group_id: str
-    """Hash of its content, see `group_id_of`; empty while it is open."""
+    """Hash of its content, see `group_id_of`."""
     environment: str
     example_id: str
     policy_version: int
     members: tuple[PlacedRollout, ...]
     """In order of arrival."""
-    sealed_ts: float | None
-    """Time of sealing, seconds since the Unix epoch; None while it is open."""
+    sealed_ts: float
+    """Time of sealing, seconds since the Unix epoch."""
     metadata: Mapping[str, Any]
     """num_rollouts, uids and replicas (numbers of rollouts by replica)."""
 
@@ -86,13 +82,13 @@ def group_id_of(environment: str, example_id: str, policy_version: int, uids: It
     return hashlib.sha1(content.encode(), usedforsecurity=False).hexdigest()
 
 
-def group_of(members: Sequence[PlacedRollout], sealed_ts: float | None, **metadata: Any) -> RolloutGroup:
-    """A group of at least one rollout; open if `sealed_ts` is None."""
+def group_of(members: Sequence[PlacedRollout], sealed_ts: float) -> RolloutGroup:
+    """A sealed group of at least one rollout."""
     first = members[0].rollout
     uids = [member.rollout.uid for member in members]
     group_key = (first.environment, first.example_id, first.policy_version)
     return RolloutGroup(
-        group_id="" if sealed_ts is None else group_id_of(*group_key, uids),
+        group_id=group_id_of(*group_key, uids),
         environment=first.environment,
         example_id=first.example_id,
         policy_version=first.policy_version,
@@ -102,7 +98,6 @@ def group_of(members: Sequence[PlacedRollout], sealed_ts: float | None, **metada
             "num_rollouts": len(members),
             "uids": uids,
             "replicas": dict(Counter(member.rollout.metadata.replica_id for member in members)),
-            **metadata,
         },
     )
 
@@ -123,38 +118,20 @@ def part_name(group_id: str) -> str:
     return f"part-{'-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))}.parquet"
 
 
-def open_name() -> str:
-    """Return a new name for a file of open groups, `open-{uuid}.parquet`."""
-    return f"open-{uuid.uuid4()}.parquet"
+def write_group(path: Path, group: RolloutGroup, compression: str) -> None:
+    """Write a group as a file, atomically. Raises StoreError with its cause."""
+    write_table(path, pa.Table.from_pylist(list(_rows(group)), COLUMNS), compression)
 
 
-def open_files(directory: Path) -> list[Path]:
-    """Files of open groups in a directory, which need not exist; other files of users are not among them."""
-    return [path for path in directory.glob("open-*.parquet") if _OPEN.fullmatch(path.name)]
-
-
-def write_groups(path: Path, groups: Sequence[RolloutGroup], compression: str) -> None:
-    """Write groups as one file, atomically. Raises StoreError with its cause."""
-    table = pa.Table.from_pylist([row for group in groups for row in _rows(group)], COLUMNS)
-    write_table(path, table, compression)
-
-
-def read_groups(path: Path) -> list[RolloutGroup]:
-    """Read the groups of a file. Raises FileNotFoundError, or StoreError if it is not a valid file of groups."""
+def read_group(path: Path) -> RolloutGroup:
+    """Read the group of a file. Raises FileNotFoundError, or StoreError if it is not a valid file of a group."""
     try:
-        rows = read_table(path, COLUMNS.names).to_pylist()
-        by_group: list[list[dict[str, Any]]] = []
-        for row in rows:
-            # Open groups have no id; their metadata identifies them, because it has the uids.
-            if not by_group or by_group[-1][0]["group_metadata_json"] != row["group_metadata_json"]:
-                by_group.append([])
-            by_group[-1].append(row)
-        return [_group(rows) for rows in by_group]
+        return _group(read_table(path, COLUMNS.names).to_pylist())
     except (FileNotFoundError, StoreError):
         raise
-    except (pa.ArrowException, OSError, RecordError, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, OSError, RecordError, ValueError, LookupError, TypeError) as error:
         raise StoreError(
-            f"{path} is not a valid file of groups ({error}); restore it from a copy, or move it away if it does not "
+            f"{path} is not a valid file of a group ({error}); restore it from a copy, or move it away if it does not "
             "belong to this store"
         ) from error
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from rollstream.consumers.buffers.groups.group_files import RolloutGroup, read_groups
+from rollstream.consumers.buffers.groups.group_files import RolloutGroup, read_group
 from rollstream.consumers.buffers.storage.journal import Journal, NoJournal, read_journal, write_journal
 from rollstream.consumers.files.atomic_files import StoreError
 
@@ -83,8 +83,8 @@ class GroupIndex:
         added: list[tuple[float, GroupEntry]] = []
         for name in sorted(self._unlisted):
             try:
-                [group] = read_groups(self._path.with_name(name))
-                added.append((group.sealed_ts or 0.0, _entry(name, group)))
+                group = read_group(self._path.with_name(name))
+                added.append((group.sealed_ts, _entry(name, group)))
             except StoreError as error:
                 self.damaged.append(str(error))
             except FileNotFoundError:
@@ -98,7 +98,7 @@ class GroupIndex:
         if name not in self._unlisted:
             return False
         try:
-            return bool(read_groups(self._path.with_name(name)))
+            return bool(read_group(self._path.with_name(name)))
         except (StoreError, FileNotFoundError):
             return False
 
@@ -177,8 +177,6 @@ def _parts(directory: Path) -> set[str]:
 
 
 def _entry(file: str, group: RolloutGroup) -> GroupEntry:
-    if not group.group_id:
-        raise StoreError(f"{file} contains a group that has not sealed; it was not written by this program")
     uids = tuple(rollout.uid for rollout in group.rollouts)
     return GroupEntry(file, group.group_id, group.example_id, group.policy_version, uids)
 

@@ -6,7 +6,7 @@ complete episodes, as grouping does; other groups count rollouts.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from rollstream.consumers.buffers.groups.group_files import PlacedRollout, Rollo
 from rollstream.consumers.buffers.rollouts.record import RECORD
 from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.topics.records import GroupCancelled, Rollout
+from rollstream.topics.wire.codec import decode_as, encode
+from rollstream.topics.wire.rl_examples import Source
 
 
 class OpenGroupKey(NamedTuple):
@@ -36,6 +38,16 @@ class CancelledMembers(NamedTuple):
 
     key: OpenGroupKey
     uids: tuple[str, ...]
+
+
+class SavedGroup(NamedTuple):
+    """An open group on disk."""
+
+    environment: str
+    opened_ts: float
+    target: int
+    members: tuple[tuple[int, int, bytes], ...]
+    """Partition, offset and encoded rollout."""
 
 
 @dataclass(slots=True)
@@ -156,24 +168,28 @@ class OpenGroups:
         ready = [key for key, group in self._all().items() if self._size(key, group) >= self._least(key, group)]
         return [self._seal(key, now) for key in ready]
 
-    def snapshot(self) -> list[RolloutGroup]:
-        """Return the open groups in the form that `restore` accepts, oldest first."""
-        return [
-            group_of(group.members, None, opened_ts=group.opened_ts, target=group.target)
-            for group in sorted(self._all().values(), key=lambda group: group.opened_ts)
-        ]
+    def snapshot(self) -> Iterator[SavedGroup]:
+        """Yield the open groups in the form that `restore` accepts, oldest first."""
+        for group in sorted(self._all().values(), key=lambda group: group.opened_ts):
+            members = tuple((source.partition, source.offset, encode(rollout)) for rollout, source in group.members)
+            yield SavedGroup(group.members[0].rollout.environment, group.opened_ts, group.target, members)
 
-    def restore(self, group: RolloutGroup) -> None:
-        """Restore the next group of a snapshot. `due` determines again whether its time is over.
+    def restore(self, group: SavedGroup, is_known: Callable[[str], bool]) -> list[str]:
+        """Restore the next group of a snapshot without members that are known, and return the uids of the others. `due`
+        determines again whether its time is over.
 
         Groups that the producer kept apart become one if this configuration has a target size for them.
         """
-        key = self._key(group.rollouts[0], group.members[0].source.partition)
-        restored = self._waiting.setdefault(key.partition, OrderedDict()).setdefault(
-            key, OpenGroup(group.metadata["opened_ts"], group.metadata["target"])
-        )
-        for member in group.members:
-            restored.add(member)
+        uids = []
+        for partition, offset, record in group.members:
+            rollout = decode_as(Rollout, record)
+            if not is_known(rollout.uid):
+                uids.append(rollout.uid)
+                key = self._key(rollout, partition)
+                restored = self._waiting.setdefault(partition, OrderedDict())
+                member = PlacedRollout(rollout, Source(partition, offset, rollout.uid))
+                restored.setdefault(key, OpenGroup(group.opened_ts, group.target)).add(member)
+        return uids
 
     def cancelled(self) -> tuple[CancelledMembers, ...]:
         """Return the cancelled members in the form that `restore_cancelled` accepts."""

@@ -22,14 +22,13 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.forwarding import Forwarding
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, part_name
 from rollstream.consumers.buffers.groups.index import GroupIndex, KnownUids
-from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroups
+from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroups, SavedGroup
 from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
-from rollstream.consumers.buffers.storage.journal import read_state, write_journal
+from rollstream.consumers.buffers.storage.journal import read_state, write_state
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
     lock_directory,
-    remove,
     remove_unfinished,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
@@ -53,12 +52,12 @@ _NO_PLACE = -1
 class SavedStore:
     """State of a store at one moment, apart from its sealed groups."""
 
-    open_file: str
-    """Name of the file of its open groups; empty if there are none."""
     sealed: int
     """Number of groups sealed at that moment; -1 means all groups on disk."""
     cancelled: tuple[CancelledMembers, ...] = ()
     """Cancelled members of open groups."""
+    open: tuple[SavedGroup, ...] = ()
+    """Open groups, oldest first; on disk they are records of their own."""
 
 
 @dataclass
@@ -165,7 +164,6 @@ class GroupReplayBuffer(Closing):
                     self._forwarding.offer(partial(self._read, entry.file), entry)
                 except StoreError as error:
                     self._count_damaged(str(error))
-        self._open_file = saved.open_file
         self._open = OpenGroups(self.config)
         if self._writer is not None:
             self._reopen(saved)
@@ -266,7 +264,7 @@ class GroupReplayBuffer(Closing):
             if group.group_id not in self._index:
                 name = part_name(group.group_id)
                 if not self._index.has_file(name):
-                    group_files.write_groups(self.directory / name, [group], self.config.compression)
+                    group_files.write_group(self.directory / name, group, self.config.compression)
                 self._index.append(name, group)
             self._unwritten.pop(0)
             self._counts["sealed"] += 1
@@ -375,8 +373,7 @@ class GroupReplayBuffer(Closing):
         return batch_files.read_batch(path)
 
     def _read(self, name: str) -> RolloutGroup:
-        [group] = group_files.read_groups(self.directory / name)
-        return group
+        return group_files.read_group(self.directory / name)
 
     def size(self) -> int:
         """Number of groups on disk."""
@@ -405,28 +402,17 @@ class GroupReplayBuffer(Closing):
         StoreError."""
         with self._lock:
             saved = self.prepare()
-            write_journal(self.directory / STATE, saved)
-            self.commit(saved)
+            write_state(self.directory / STATE, replace(saved, open=()), saved.open)
 
     def prepare(self) -> SavedStore:
-        """Write everything that `flush` writes, except the state file; the caller saves the returned state with a
-        position, and then calls `commit`. Raises StoreError."""
+        """Write everything that `flush` writes, except the state; the caller saves the returned state with a position.
+        Raises StoreError."""
         with self._lock:
             self._check_writable()
             self._write_sealed()
             self._index.flush()
-            groups = self._open.snapshot()
-            name = group_files.open_name() if groups else ""
-            if groups:
-                group_files.write_groups(self.directory / name, groups, self.config.compression)
-            return SavedStore(open_file=name, sealed=len(self._index), cancelled=self._open.cancelled())
-
-    def commit(self, saved: SavedStore) -> None:
-        """Make a prepared state the current one, and remove the file of open groups of the previous state."""
-        with self._lock:
-            if self._open_file and self._open_file != saved.open_file:
-                remove(self.directory / self._open_file)
-            self._open_file = saved.open_file
+            open_groups = tuple(self._open.snapshot())
+            return SavedStore(sealed=len(self._index), cancelled=self._open.cancelled(), open=open_groups)
 
     def close(self, *, seal: bool = True) -> ClosingReport:
         """With `seal`, seal the open groups that have min_group_size rollouts; then `flush` and `release`.
@@ -454,13 +440,16 @@ class GroupReplayBuffer(Closing):
 
     def _read_state(self) -> SavedStore:
         path = self.directory / STATE
-        return read_state(path, SavedStore) if path.exists() else SavedStore(open_file="", sealed=-1)
+        if not path.exists():
+            return SavedStore(sealed=-1)
+        saved, open_groups = read_state(path, SavedStore, SavedGroup)
+        return replace(saved, open=tuple(open_groups))
 
     def _refuse_part_of_view(self) -> None:
         """Raise StoreError if a view keeps the state of this folder: without it, the open groups would be deleted."""
         folder = self.directory.resolve()
         path = folder.with_name(group_files.VIEW_STATE)
-        environments = read_state(path, SavedView).environments if path.exists() else {}
+        environments = read_state(path, SavedView, SavedGroup)[0].environments if path.exists() else {}
         if folder.name in map(group_files.folder_of, environments):
             raise StoreError(
                 f"{folder} is part of a view of a run, whose state is in {path}; fill it with GroupStore or "
@@ -469,28 +458,11 @@ class GroupReplayBuffer(Closing):
 
     def _reopen(self, saved: SavedStore) -> None:
         self._open.restore_cancelled(saved.cancelled)
-        self._restore_open(saved.open_file)
+        for group in saved.open:
+            # A member with a known uid was sealed after this state was written, by a process that was killed before it
+            # wrote the next state.
+            for uid in self._open.restore(group, self._uids.__contains__):
+                self._uids.add(uid)
         if len(self._index) > saved.sealed:
             # Cancelled members of a group that sealed since must not make the next group of its key smaller.
             self._open.forget_cancelled_of_closed()
-
-    def _restore_open(self, name: str) -> None:
-        for path in group_files.open_files(self.directory):
-            if path.name != name:
-                remove(path)
-        if not name:
-            return
-        try:
-            groups = group_files.read_groups(self.directory / name)
-        except FileNotFoundError as error:
-            raise StoreError(
-                f"{self.directory / name}, the file of open groups, is gone; restore it, or use an empty directory"
-            ) from error
-        for group in groups:
-            # A member with a known uid was sealed after this file was written, by a process that was killed before it
-            # wrote the next file.
-            members = tuple(member for member in group.members if member.rollout.uid not in self._uids)
-            if members:
-                for member in members:
-                    self._uids.add(member.rollout.uid)
-                self._open.restore(replace(group, members=members))

@@ -4,10 +4,10 @@ Its content at a position depends only on the records before it, and its times c
 lost its files and is filled again has the same groups under the same names.
 """
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import VIEW_STATE
 from rollstream.consumers.buffers.groups.index import INDEX
+from rollstream.consumers.buffers.groups.open_groups import SavedGroup
 from rollstream.consumers.buffers.groups.store import (
     LOCK,
     STATE,
@@ -23,13 +24,12 @@ from rollstream.consumers.buffers.groups.store import (
     SavedView,
     TopicProgress,
 )
-from rollstream.consumers.buffers.storage.journal import read_state, write_journal
+from rollstream.consumers.buffers.storage.journal import read_state, write_state
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
     copy_file,
     lock_directory,
-    remove,
     write_bytes,
 )
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
@@ -95,11 +95,12 @@ class GroupStore(Closing):
         self._topics: dict[str, TopicProgress] = {}
         path = self.root / VIEW_STATE
         if path.exists():
-            saved = read_state(path, SavedView)
+            saved, open_groups = read_state(path, SavedView, SavedGroup)
             self._topics = saved.topics
             self._check_accepted(saved.accept_policy_versions)
             for environment, store in saved.environments.items():
-                self._open(environment, store)
+                own = tuple(group for group in open_groups if group.environment == environment)
+                self._open(environment, replace(store, open=own))
 
     def _check_accepted(self, before: list[int]) -> None:
         """Raise StoreError if rollouts were read with another choice of policy versions: the positions are past those
@@ -192,7 +193,7 @@ class GroupStore(Closing):
         wrong = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
         if wrong:
             raise RecordError(wrong[0])
-        return self._open(record.environment, SavedStore(open_file="", sealed=0))
+        return self._open(record.environment, SavedStore(sealed=0))
 
     def fill(self, kafka: KafkaConfig, run: str, topic: str = "rollouts") -> int:
         """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
@@ -237,10 +238,12 @@ class GroupStore(Closing):
             with self._lock:
                 self._check_writable()
                 saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
-                state = SavedView(accept_policy_versions=self._accepted(), topics=self._topics, environments=saved)
-                write_journal(self.root / VIEW_STATE, state)
-                for name, buffer in self._buffers.items():
-                    buffer.commit(saved[name])
+                environments = {name: replace(store, open=()) for name, store in saved.items()}
+                state = SavedView(
+                    accept_policy_versions=self._accepted(), topics=self._topics, environments=environments
+                )
+                open_groups = [group for store in saved.values() for group in store.open]
+                write_state(self.root / VIEW_STATE, state, open_groups)
             if directory is not None and Path(directory).resolve() != self.root.resolve():
                 with lock_directory(Path(directory), LOCK):
                     _copy(self.root, Path(directory))
@@ -252,7 +255,7 @@ class GroupStore(Closing):
         source = Path(directory)
         if not (source / VIEW_STATE).exists():
             raise StoreError(f"{source} contains no store of groups; save one there first")
-        read_state(source / VIEW_STATE, SavedView)
+        read_state(source / VIEW_STATE, SavedView, SavedGroup)
         if self._buffers or (self.root / VIEW_STATE).exists():
             raise StoreError(f"the store in {self.root} is not empty; load into an empty store")
         _copy(source, self.root)
@@ -282,34 +285,19 @@ def _versions_text(versions: Collection[int]) -> str:
     return f"policy versions {', '.join(map(str, versions))}" if versions else "all policy versions"
 
 
-_COPIES = 20
-
-
 def _copy(source: Path, target: Path) -> None:
     """Copy a store's files, the state last; existing files of sealed groups and batches stay.
 
-    A writer may continue in `source`. It deletes the open groups of its earlier state, so the files are copied until
-    the state is still the same afterwards. Other folders below the roots may be other stores, for example copies.
-    Raises StoreError if the writer saves faster than that.
+    A writer may continue in `source`: it deletes nothing, and the index still begins with the groups of the state.
+    Other folders below the roots may be other stores, for example copies.
     """
-    for _attempt in range(_COPIES):
-        state = (source / VIEW_STATE).read_bytes()
-        folders = {
-            batch_files.FOLDER,
-            *map(group_files.folder_of, read_state(source / VIEW_STATE, SavedView).environments),
-        }
-        for path in sorted(path for folder in folders for path in (source / folder).rglob("*.parquet")):
+    state = (source / VIEW_STATE).read_bytes()
+    environments = read_state(source / VIEW_STATE, SavedView, SavedGroup)[0].environments
+    for folder in (batch_files.FOLDER, *map(group_files.folder_of, environments)):
+        for path in sorted((source / folder).rglob("*.parquet")):
             to = target / path.relative_to(source)
             if not to.exists():
-                with contextlib.suppress(FileNotFoundError):  # The writer has deleted it.
-                    copy_file(path, to)
-        for path in sorted(path for folder in folders for path in (source / folder).rglob(INDEX)):
+                copy_file(path, to)
+        for path in (source / folder).rglob(INDEX):
             copy_file(path, target / path.relative_to(source))
-        if (source / VIEW_STATE).read_bytes() == state:
-            break
-    else:
-        raise StoreError(f"{source} was saved {_COPIES} times while it was copied; copy it when its writer rests")
     write_bytes(target / VIEW_STATE, state)
-    for path in (path for folder in folders for path in group_files.open_files(target / folder)):
-        if path.name.encode() not in state:
-            remove(path)

@@ -10,7 +10,7 @@ import os
 import struct
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -28,6 +28,8 @@ _ONES = 2**32 - 1
 _CLOSED = b"closed"
 _ENCODER = msgspec.msgpack.Encoder()
 Record = TypeVar("Record")
+Part = TypeVar("Part")
+_RAW: msgspec.msgpack.Decoder[msgspec.Raw] = msgspec.msgpack.Decoder(msgspec.Raw)
 
 
 class NoJournal(StoreError, FileNotFoundError):
@@ -132,15 +134,25 @@ def write_journal(path: Path, *records: Any) -> None:
             file.write(_framed(_ENCODER.encode(record)))
 
 
-def read_state(path: Path, kind: type[Record]) -> Record:
-    """Read a journal of one record, which `write_journal` wrote. Raises NoJournal, or StoreError if it is damaged."""
-    reading = read_journal(path, msgspec.msgpack.Decoder(kind))
-    if len(reading.records) != 1:
+def write_state(path: Path, state: Any, parts: Sequence[Any]) -> None:
+    """Replace a journal atomically by one with a state and parts of it, which are records of their own because a record
+    has at most 4 GiB. Raises StoreError."""
+    write_journal(path, len(parts), state, *parts)
+
+
+def read_state(path: Path, kind: type[Record], part: type[Part]) -> tuple[Record, list[Part]]:
+    """Read what `write_state` wrote. Raises NoJournal, or StoreError if it is damaged."""
+    records = read_journal(path, _RAW).records
+    try:
+        if not records or msgspec.msgpack.decode(records[0]) != len(records) - 2:
+            raise ValueError("records are missing")
+        parts = msgspec.msgpack.Decoder(part)
+        return msgspec.msgpack.decode(records[1], type=kind), list(map(parts.decode, records[2:]))
+    except ValueError as error:
         raise StoreError(
-            f"{path} is damaged: its content differs from what was written; restore it from a copy, or start with an "
-            "empty directory and fill it again"
-        )
-    return reading.records[0]
+            f"{path} is damaged ({error}): its content differs from what was written; restore it from a copy, or start "
+            "with an empty directory and fill it again"
+        ) from error
 
 
 class Journal:

@@ -25,7 +25,7 @@ def test_the_example_runs_as_documented_and_counts_what_is_on_disk(tmp_path: Pat
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         check=False,
     )
     assert done.returncode == 0, done.stderr
