@@ -55,7 +55,7 @@ def test_a_file_that_is_of_no_use_is_made_anew(filled: Path, changed: Callable[[
 _ON_A_FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from tests.unit.pipeline.test_sqlite_files import opened
+from tests.unit.pipeline.index.test_sqlite_files import opened
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 opened(Path(sys.argv[1]))
