@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant("proximal", "consumers/learner/training/loss.py", LOSSES,
            "the proximal policy is ignored",
            'if decoupled and "proximal_log_probs" in batch:', 'if False and "proximal_log_probs" in batch:'),
-    Mutant("uses", "consumers/learner/records/replay_comparison.py",
+    Mutant("uses", "consumers/learner/records/step_recorder.py",
            ("consumers/learner/records/test_replay_comparison.py",),
            "a step on other batches passes for the recorded one",
            "if (recorded.params_digest, recorded.uses) == (digest, uses):", "if recorded.params_digest == digest:"),

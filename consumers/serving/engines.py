@@ -5,9 +5,13 @@ done what they request, and raise EngineFailed otherwise.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
+import os
 import re
+import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +20,6 @@ from typing import Any, Protocol, Self, runtime_checkable
 import aiohttp
 
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engine_adapter import replace_adapter
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
@@ -273,3 +276,29 @@ def engine_named(name: str) -> Callable[[EngineHttp], ServingEngine]:
     if missing:
         raise ConfigurationError(f"serving.engine names {name!r}, which has no method {', '.join(missing)}")
     return engine
+
+
+def replace_adapter(directory: Path, url: str) -> Path:
+    """Put the files of `directory` at the path of the engine at `url`, and return that path.
+
+    The path is a symbolic link next to `directory`, replaced atomically. It points to hard links or copies for
+    this engine alone, because other engines may have other versions. These files stay when `directory` is removed.
+    Raises OSError.
+    """
+    path = directory.parent / f"adapter-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    files = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    shutil.copytree(directory, files, copy_function=_link)
+    link = files.with_name(f"{files.name}.link")
+    link.symlink_to(files.name)
+    link.replace(path)
+    for earlier in path.parent.glob(f"{path.name}.*"):
+        if earlier != files:
+            shutil.rmtree(earlier, ignore_errors=True)
+    return path
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # A file system without hard links.
+        shutil.copyfile(source, target)

@@ -15,18 +15,19 @@ from pathlib import Path
 from rollstream.infra.broker.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, load, secret_variables, to_toml
 from rollstream.pipeline.deployment.description import (
+    ENGINE,
     ENV,
     GATEWAY,
     GROUP,
     INFER,
     LABEL,
+    LEARN,
     RoleDescription,
     counts,
     process_name,
     role_of,
 )
 from rollstream.pipeline.deployment.role_secrets import withheld_variables
-from rollstream.pipeline.run.devices import device_variables
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
@@ -35,6 +36,13 @@ _SERVERS_TO_COME = 16
 _HERE = "127.0.0.1"
 _SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
 """Roles in which the remaining processes take over the work of a process that ends."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Names the GPUs that a process sees, for CUDA and for ROCm."""
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_MEMORY = (PREALLOCATE, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+"""Variables by which users say themselves how JAX takes the memory of a GPU."""
+_ROLES = (LEARN, INFER, ENGINE)
+"""Roles that use GPUs."""
 
 
 @dataclass(frozen=True)
@@ -191,3 +199,18 @@ def child_environment(config: RunConfig, environment: Mapping[str, str] = os.env
     return {
         name: value for name, value in environment.items() if name in kept or not is_setting_variable(RunConfig, name)
     }
+
+
+def device_variables(config: RunConfig, role: str, number: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that process `number` of a role gets in addition to `environment`.
+
+    By default the first process that uses JAX reserves three quarters of a GPU's memory, and leaves too little to the
+    next one for the workspaces of its matrix products. So the learners and servers of a run with several of them, which
+    `rollstream steer scale` may add to, take memory as they need it, unless `environment` says how they take it.
+    """
+    gpus = config.supervisor.learner_gpus if role == LEARN else config.supervisor.inference_gpus
+    variables = {VISIBLE: gpus[number % len(gpus)]} if gpus and role in _ROLES else {}
+    shared = sum(counts(config).get(name, 0) for name in _ROLES) > 1
+    if role in (LEARN, INFER) and shared and not any(environment.get(name) for name in _MEMORY):
+        variables[PREALLOCATE] = "false"
+    return variables

@@ -6,17 +6,23 @@ processes of a learner execute the steps together, as in training.
 
 import argparse
 import json
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.command_line.text_tables import clipped, table
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, to_toml
 from rollstream.pipeline.run.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
-from rollstream.pipeline.run.learner_members import members
+from rollstream.pipeline.run.plan import child_environment, is_of_this_machine, with_coordinator
 from rollstream.pipeline.run.warm_start import warm_start_examples
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients
 
 if TYPE_CHECKING:
@@ -26,6 +32,7 @@ _DIGEST = 16
 """Number of characters shown of a digest."""
 _VALUE = 60
 """Number of characters shown of a setting."""
+_LEAVE_TIMEOUT_S = 60.0
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -134,3 +141,55 @@ def _verdict(retraining: "Retraining") -> str:
         f"{where}: on record\n  {difference.recorded}\nexecuted again\n  {difference.again}\n"
         f"later steps were not executed (requested: up to step {retraining.last})"
     )
+
+
+@contextmanager
+def members(config: RunConfig, command: Sequence[str], process: int) -> Iterator[RunConfig]:
+    """Execute a command as processes 1, 2, ... of a learner; yield the configuration of this `process`.
+
+    Process 0 starts the others if all of them run on this machine. They do if `learner.coordinator` is empty or was
+    chosen by `rollstream run`; a new coordinator then replaces it, because a learner may still use the old one. With
+    any other coordinator, the user starts each process. The log of a member that failed goes to stderr if this process
+    fails, too. No member outlives the block; if this process is killed, the members lose their coordinator and end.
+    """
+    if config.learner.processes == 1 or process > 0 or not is_of_this_machine(config.learner.coordinator):
+        yield config
+        return
+    config = with_coordinator(replace(config, learner=replace(config.learner, coordinator="")))
+    with tempfile.TemporaryDirectory(prefix="rollstream-") as folder:
+        settings = Path(folder) / "run.toml"
+        settings.write_text(to_toml(config), encoding="utf-8")
+        started = [
+            _start(number, settings, command, child_environment(config))
+            for number in range(1, config.learner.processes)
+        ]
+        try:
+            yield config
+            for member in started:
+                member.wait(_LEAVE_TIMEOUT_S)
+        except RollstreamError:
+            for number, member in enumerate(started, 1):
+                if member.poll() not in (None, 0):
+                    sys.stderr.write(_log(settings, number).read_text(encoding="utf-8", errors="replace"))
+            raise
+        finally:
+            for member in started:
+                member.kill()
+                member.wait()
+
+
+def _start(number: int, settings: Path, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    name, *flags = command
+    words = [sys.executable, "-P", "-m", "rollstream", name, "--config", str(settings), *flags]
+    with _log(settings, number).open("wb") as log:
+        return subprocess.Popen(
+            [*words, "--process", str(number)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+        )
+
+
+def _log(settings: Path, number: int) -> Path:
+    return settings.with_name(f"{number}.log")

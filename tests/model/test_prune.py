@@ -14,9 +14,9 @@ from confluent_kafka import KafkaException
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-from rollstream.consumers.learner_retirement import retire
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.verification import index_of
+from rollstream.pipeline.tools.learner import retire
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.topics.control.steering import DONE, DRAIN, WANTED, write

@@ -22,8 +22,7 @@ from rollstream.consumers.files.atomic_files import (
     write_bytes,
 )
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.proof import Books, first_reading
-from rollstream.pipeline.audit.ledger.topic_state import Outdated
+from rollstream.pipeline.audit.ledger.proof import Books, Outdated, first_reading
 from rollstream.pipeline.audit.saved_state import OtherCode, restored, saved
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig

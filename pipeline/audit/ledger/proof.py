@@ -18,7 +18,6 @@ from rollstream.pipeline.audit.configuration_history import configurations
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.calls import CallRecords
-from rollstream.pipeline.audit.ledger.control_records import ControlRecords
 from rollstream.pipeline.audit.ledger.dead_letters import DeadLetters
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
@@ -26,13 +25,16 @@ from rollstream.pipeline.audit.ledger.index import BatchIndex
 from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
 from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
-from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.retired_learners import note_retired
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import RetiredLearner
 from rollstream.topics.records.fates import CONTROL, READ
 from rollstream.topics.wire.catalogue import topic_name
 
@@ -44,6 +46,8 @@ _READ_AGAIN = ("calls", "unlabelled", "trajectories")
 """Topics that are read again if their first records were deleted."""
 _READINGS = 4
 """Most readings in a row, each because records were deleted during the one before it."""
+LogBounds = dict[str, dict[int, int]]
+"""One offset for each partition of each topic, by topic and partition."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -291,3 +295,33 @@ def _sum_up(journals: Mapping[int, PartitionJournal], in_flight: int, result: Le
         result.problem(
             f"by the journal's counts, {open_by_environments} rollouts have no fate, but {in_flight} are in flight"
         )
+
+
+class ControlRecords:
+    """The decisions that have been read. Invalid records are ignored here; roles that read `control` report them."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "control")
+        self.retired: dict[str, RetiredLearner] = {}
+
+    def read(self) -> None:
+        """Read new records."""
+        skipped = SkippedRecords(logged=False)
+        for message in self.tail.messages():
+            note_retired(self.retired, message, skipped)
+
+
+class Outdated(RollstreamError):
+    """A saved ledger cannot be continued, because it does not match the topics or this release."""
+
+
+def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return the first offset of each partition and the offset after its last, by the name given for each topic."""
+    client = clients.admin(kafka)
+    places = [(topic, p) for topic in names for p in range(topic_admin.partitions_of(kafka, topic, client))]
+    begins, ends = (topic_admin.offsets(kafka, places, which) for which in ("earliest", "latest"))
+    bounds: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in names.values()}
+    for topic, partition in places:
+        place = topic, partition
+        bounds[names[topic]][partition] = begins[place].offset, ends[place].offset
+    return bounds

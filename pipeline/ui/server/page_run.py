@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
 from rollstream.consumers.models.tokenizer import Tokenizer
@@ -19,7 +20,6 @@ from rollstream.pipeline.ui import irreversible_actions
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
 from rollstream.pipeline.ui.server.background import Background
 from rollstream.pipeline.ui.server.index_filling import IndexFilling
-from rollstream.pipeline.ui.server.kept import Kept
 from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.offset_fates import ranges_of
@@ -169,3 +169,35 @@ class PageRun:
 async def closed(runs: list[PageRun]) -> None:
     """Close runs in parallel."""
     await asyncio.gather(*(asyncio.to_thread(run.close) for run in runs))
+
+
+class Kept(Generic[T]):
+    """A value that one thread reads for all concurrent requests, again when it is older than `keep_s`."""
+
+    def __init__(self, background: Background, read: Callable[[], T], keep_s: float) -> None:
+        self._background, self._read, self._keep_s = background, read, keep_s
+        self._value: T | None = None
+        self._read_at = -keep_s
+        self._reading: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        """Return the value; raise the error that reading it raised."""
+        if self._value is not None and time.monotonic() - self._read_at < self._keep_s:
+            return self._value
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._refresh())
+        # If one of several waiting requests is cancelled, the other requests still need the value.
+        return await asyncio.shield(self._reading)
+
+    def forget(self) -> None:
+        """Make the next request read the value again."""
+        self._value = None
+
+    async def _refresh(self) -> T:
+        try:
+            self._value = value = await self._background.call(self._read)
+            # A value that took long to read is not old at once, or it would be read all the time.
+            self._read_at = time.monotonic()
+            return value
+        finally:
+            self._reading = None

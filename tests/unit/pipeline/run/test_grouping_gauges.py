@@ -1,6 +1,6 @@
 """The gauges of grouping: the newest of each partition, whichever process wrote them."""
 
-from rollstream.pipeline.run.grouping_gauges import GroupingGauges
+from rollstream.pipeline.run.autoscaling import GroupingGauges
 from rollstream.topics.records import Metrics
 
 

@@ -18,7 +18,6 @@ from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, l
 from rollstream.consumers.learner.checkpoint_paths import first_needed, learner_directory
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
 from rollstream.consumers.learner.objective import OptimizerConfig
-from rollstream.consumers.learner.records import checkpoint_ownership
 from rollstream.consumers.learner.records import checkpoints as checkpoints_module
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
@@ -169,7 +168,7 @@ def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
 def test_a_save_that_never_ends_holds_up_no_learner_for_ever(
     fresh: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_ownership, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(checkpoints_module, "PATIENCE_S", 0.2)
     config = CheckpointConfig(directory=str(tmp_path))
     unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp"
     unfinished.mkdir(parents=True)

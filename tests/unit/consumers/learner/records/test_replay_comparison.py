@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollstream.consumers.learner.records.replay_comparison import difference_from, replay_difference
+from rollstream.consumers.learner.records.step_recorder import difference_from, replay_difference
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import BatchUse, LearnerStep
 
