@@ -7,19 +7,19 @@ The command line and the page of a run use the same two functions: `record` chec
 returns the state asked for.
 """
 
-import contextlib
 import difflib
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import Any
 
+from rollstream.consumers.weights.manifests import versions_of
 from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, LEARN, ROLES
 from rollstream.producers.flow.mixture_states import environments_played
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control import steering
 from rollstream.topics.control.paused_partitions import REASON_LIMIT
-from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
+from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import (
@@ -32,7 +32,6 @@ from rollstream.topics.records import (
     StopRequest,
 )
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.keys import decode_key
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
@@ -250,12 +249,8 @@ def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
 def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     """Request an evaluation of the newest policy version; there are no arguments."""
     _only(arguments)
-    versions = []
-    for message in read_to_end(kafka, topic_name(run, "policies")):
-        with contextlib.suppress(RecordError):
-            key = decode_key(message.key)
-            if message.value is not None and len(key) == 1 and isinstance(key[0], int):
-                versions.append(key[0])
+    messages = read_to_end(kafka, topic_name(run, "policies"))
+    versions = versions_of(message.key for message in messages if message.key and message.value is not None)
     if not versions:
         raise ConfigurationError(f"run {run} has no policy version yet: start its learner, which publishes version 0")
     request = EvaluationRequest(version=max(versions), wall_time=time.time())
