@@ -25,6 +25,7 @@ from rollstream.pipeline.deployment.container_settings import (
     check_containers,
     container_secrets,
     container_settings,
+    is_secured,
     variables_of,
 )
 from rollstream.pipeline.deployment.description import (
@@ -122,12 +123,12 @@ def service_name(role: str, number: int) -> str:
 
 
 def _check(config: RunConfig, options: ComposeOptions) -> None:
-    check_containers(config)
+    check_containers(config, options.worker_image)
     if options.brokers not in (0, 1, 3):
         raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 to use kafka.bootstrap_servers")
     if not options.brokers:
         check_brokers(config)
-    elif config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT":
+    elif is_secured(config):
         raise ConfigurationError(
             "kafka.client sets security.protocol, but the brokers of the compose file are plaintext: remove the key, "
             "or use your own brokers with --brokers 0"
@@ -138,11 +139,6 @@ def _check(config: RunConfig, options: ComposeOptions) -> None:
         )
     else:
         check_broker_secrets(config)
-    if config.supervisor.worker_python and not options.worker_image:
-        raise ConfigurationError(
-            "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "
-            "libraries of the environments"
-        )
 
 
 # ------------------------------------------------------------------ roles

@@ -49,8 +49,18 @@ class ContainerSecrets:
     """Paths of the files that are mounted below SECRETS, by their names there."""
 
 
-def check_containers(config: RunConfig) -> None:
+def is_secured(config: RunConfig) -> bool:
+    """Whether the settings secure the connection to Kafka, which means that brokers already exist."""
+    return config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT"
+
+
+def check_containers(config: RunConfig, worker_image: str) -> None:
     """Raise ConfigurationError for a setting that names something on this machine that containers do not have."""
+    if config.supervisor.worker_python and not worker_image:
+        raise ConfigurationError(
+            "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "
+            "libraries of the environments"
+        )
     if counts(config).get(ENGINE):
         raise ConfigurationError(
             "serving.python names a Python of this machine; run the engine in its own container, and set "

@@ -1,4 +1,4 @@
-"""Writes plain values as YAML for people to read: keys in their order, short lists in one line."""
+"""Writes plain values as YAML for people: keys in their order, short lists in one line, long texts as blocks."""
 
 import re
 from collections.abc import Mapping
@@ -17,21 +17,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, None if _PLAIN.match(data) else '"')
+        style = "|" if "\n" in data else None if _PLAIN.match(data) else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
     def represent_list(self, data: Any) -> yaml.SequenceNode:
-        in_line = not any(isinstance(item, dict | list | Line) for item in data) and len(str(data)) < _WIDTH
+        in_line = not any(isinstance(item, dict | list) for item in data) and len(str(data)) < _WIDTH
         return self.represent_sequence("tag:yaml.org,2002:seq", data, in_line)
 
 
-class Line(str):
-    """An item of a list that has a line of its own."""
-
-    __slots__ = ()
-
-
 _Dumper.add_representer(str, _Dumper.represent_str)
-_Dumper.add_representer(Line, _Dumper.represent_str)
 _Dumper.add_representer(list, _Dumper.represent_list)
 _Dumper.add_representer(tuple, _Dumper.represent_list)
 

@@ -118,10 +118,8 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the chart of a run to a directory, and delete generated templates that the chart no longer has."""
-    from rollstream.pipeline.deployment.chart.context import ChartOptions, RunChart
-    from rollstream.pipeline.deployment.chart.files import chart_files
-    from rollstream.pipeline.deployment.chart.templates import MARK
+    """Write the chart of a run to a directory, and delete templates of ours that the chart no longer has."""
+    from rollstream.pipeline.deployment.chart import MARK, ChartOptions, chart_files, cluster_name
 
     file = args.config or args.file
     options = ChartOptions(
@@ -131,7 +129,6 @@ def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
         variables=given_variables(config, args, os.environ),
     )
     files, directory = chart_files(config, options), args.output
-    release = RunChart(config, options).name
     for old in directory.glob("templates/*.yaml"):
         if f"templates/{old.name}" not in files and old.read_text(encoding="utf-8").startswith(MARK):
             old.unlink()
@@ -139,7 +136,7 @@ def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    print(f"{directory}: run {config.run}; install it with helm install {release} {directory}")
+    print(f"{directory}: run {config.run}; install it with helm install {cluster_name(config)} {directory}")
     return 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from rollstream.infra.broker.ports import free_ports
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.command_line.process_number import AUTO
-from rollstream.pipeline.deployment.chart.pods import CA_FOLDER, CONFIG
+from rollstream.pipeline.deployment.compose import CONFIG
 from rollstream.pipeline.deployment.container_settings import HOME
 from rollstream.topics.config import KafkaConfig
 from tests.broker.test_serving_run import SMALL
@@ -101,7 +101,7 @@ class Machine:
             text = re.sub(rf"\b{self.release.name}-{role}:8081\b", f"127.0.0.1:{port}", text)
         text = re.sub(r"[\w-]+-infer-0\.[\w-]+-infer:8000", f"127.0.0.1:{self.inference}", text)
         text = re.sub(r"[\w-]+-kafka-bootstrap:9093", self.broker.secured, text)
-        text = text.replace(CA_FOLDER + "/ca.crt", str(self.broker.authority))
+        text = text.replace("/etc/kafka-ca/ca.crt", str(self.broker.authority))
         text = text.replace(CONFIG, str(self.folder / "run.toml"))
         return text.replace(str(HOME), str(self.folder / "files"))
 

@@ -1,20 +1,29 @@
-"""Charts for tests: written as a user writes them, and read back as the objects that a cluster would get."""
+"""Charts for tests: written as a user writes them, and rendered by the real helm into the objects of a cluster."""
 
+import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.config import RunConfig, load
 from tests.support import run_files
-from tests.support.helm_templates import chart_values, rendered_documents
+from tests.support.helm import helm
+
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C, where there is one: charts have thousands of lines."""
 
 MUCH = run_files.MUCH + '\n[serving]\nurls = ["http://engine:8001"]\n'
 CONTROL = 'run = "Cells_2"\n[collect]\nprocesses = 2\nplayer = "cell:play"\n[fill]\ndirectory = "windows"\n'
 DEVELOPMENT, PRODUCTION = "values-development.yaml", "values-production.yaml"
 THEIR_BROKERS: Mapping[str, Any] = {"brokers": {"enabled": False, "bootstrapServers": "kafka:9094"}}
 Object = dict[str, Any]
+TEMPLATE = ("template", "release", ".", "--kube-version", "1.31.0")
+"""A helm that Go has compiled takes another release than the chart needs for that of the cluster."""
 
 
 def write_chart(folder: Path, text: str = MUCH, *flags: str) -> Path:
@@ -26,13 +35,24 @@ def write_chart(folder: Path, text: str = MUCH, *flags: str) -> Path:
     return chart
 
 
+def by_helm(
+    chart: Path, words: tuple[str, ...], files: tuple[str, ...] = (), over: Mapping[str, Any] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of helm on a chart with further files of values in its directory, and values `over` them."""
+    named = [word for name in (*files, "-") for word in ("--values", name)]
+    command = [str(helm()), *words, *named]
+    values = json.dumps(over or {})
+    return subprocess.run(command, cwd=chart, input=values, capture_output=True, text=True, timeout=600, check=False)
+
+
 class Release:
     """The objects of a chart under some of its values."""
 
     def __init__(self, chart: Path, *files: str, over: Mapping[str, Any] | None = None) -> None:
         """Render a chart with further files of values in its directory, and with the values `over` them."""
-        self.chart, self.values = chart, chart_values(chart, *files, over=over)
-        self.objects = rendered_documents(chart, self.values)
+        rendered = by_helm(chart, TEMPLATE, files, over)
+        assert rendered.returncode == 0, rendered.stderr
+        self.chart, self.objects = chart, [each for each in yaml.load_all(rendered.stdout, LOADER) if each]
 
     @property
     def name(self) -> str:
@@ -52,7 +72,7 @@ class Release:
         templates: dict[str, Object] = {}
         for each in self.objects:
             spec = each.get("spec", {})
-            if each["kind"] in ("StatefulSet", "Deployment", "Job"):
+            if each["kind"] in ("StatefulSet", "Job"):
                 template = spec["template"]
             elif each["kind"] == "CronJob":
                 template = spec["jobTemplate"]["spec"]["template"]

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from tests.support.helm_templates import LOADER
+from tests.support.charts import LOADER
 
 MODULES: Mapping[tuple[str, str], tuple[str, str]] = {
     ("keda.sh/v1alpha1", "ScaledObject"): (

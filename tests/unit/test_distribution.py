@@ -50,7 +50,8 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> N
 
 def test_the_wheel_holds_the_data_files_that_code_reads(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {"rollstream/infra/broker/pom.xml", "rollstream/infra/broker/log4j2.xml"} <= names
+    data = ("broker/pom.xml", "broker/log4j2.xml", "chart/Chart.yaml", "chart/templates/_helpers.tpl")
+    assert {f"rollstream/infra/{name}" for name in data} <= names
     assert any(name.startswith("rollstream/topics/schemas/") and name.endswith(".avsc") for name in names)
     assert "rollstream/py.typed" in names
 

@@ -1,14 +1,12 @@
 """How the pods of a chart connect to brokers that already exist: as the user of the settings, or of a role's Secret."""
 
-import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from tests.support.charts import PRODUCTION, Release, write_chart
-from tests.support.helm_templates import chart_values
 
+pytestmark = pytest.mark.long
 PASSWORD = "ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD"
 
 
@@ -21,14 +19,11 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_brokers_whose_connection_the_settings_secure_are_not_of_the_chart(tmp_path: Path) -> None:
     flags = ["-X", "security.protocol=SASL_SSL", "-X", "sasl.password=env:SASL", "-b", "kafka:9093"]
     chart = write_chart(tmp_path, "", *flags)
-    release = Release(chart, PRODUCTION)
-    assert not release.of("Kafka")
+    release = Release(chart, PRODUCTION, over={"brokers": {"enabled": True}})
+    assert not any(release.of(kind) for kind in ("Kafka", "KafkaNodePool", "KafkaTopic", "KafkaUser"))
     config = release.settings("env")
     assert config.kafka.bootstrap_servers == "kafka:9093"
     assert config.kafka.client["sasl.password"] == "env:SASL"
-    schema = json.loads((chart / "values.schema.json").read_text())
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(chart_values(chart, over={"brokers": {"enabled": True}}), schema)
 
 
 def test_values_give_a_role_its_own_user_and_every_pod_further_files(tmp_path: Path) -> None:
@@ -37,7 +32,6 @@ def test_values_give_a_role_its_own_user_and_every_pod_further_files(tmp_path: P
     mount = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
     user = {"secretRef": {"name": "main-env"}}
     over = {"extraVolumes": [authority], "extraVolumeMounts": [mount], "roles": {"env": {"extraEnvFrom": [user]}}}
-    jsonschema.validate(chart_values(chart, over=over), json.loads((chart / "values.schema.json").read_text()))
     pods = Release(chart, over=over).pods()
     assert {"env", "group", "learn", "topics"} <= pods.keys()
     for role, pod in pods.items():

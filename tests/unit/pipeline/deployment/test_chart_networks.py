@@ -31,6 +31,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chart(tmp_path_factory.mktemp("much"))
 
 
+@pytest.mark.long
 def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
     release = Release(chart)
     policies = release.of("NetworkPolicy").values()
@@ -55,7 +56,7 @@ def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
     assert allowed(policies, pods["label"], STRANGER, 8000), "the judge"
     assert allowed(policies, pods["learn"], pods["learn"], 8476)
     assert not allowed(policies, pods["env"], pods["learn"], 8476)
-    monitored = [p["spec"] for p in policies if p["metadata"]["name"] == "arithmetic-net-run"]
+    monitored = [p["spec"] for p in policies if p["metadata"]["name"] == "arithmetic-network"]
     [scraper] = monitored[0]["ingress"]
     assert scraper["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
     theirs = Release(chart, over=THEIR_BROKERS).of("NetworkPolicy").values()
@@ -63,6 +64,7 @@ def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
     assert not Release(chart, DEVELOPMENT).of("NetworkPolicy")
 
 
+@pytest.mark.long
 def test_roles_that_make_spans_reach_the_collector_and_no_others_do(tmp_path: Path) -> None:
     release = Release(write_chart(tmp_path, MUCH, "--set=traces.endpoint=http://collector:4318/v1/traces"))
     policies = release.of("NetworkPolicy").values()
@@ -74,6 +76,7 @@ def test_roles_that_make_spans_reach_the_collector_and_no_others_do(tmp_path: Pa
     assert allowed(secured.of("NetworkPolicy").values(), pods["group"], STRANGER, 443)
 
 
+@pytest.mark.long
 def test_every_role_may_use_what_its_description_names_and_nothing_of_other_runs(chart: Path) -> None:
     config = load(chart.parent / "run.toml")
     users = Release(chart).of("KafkaUser")

@@ -16,7 +16,19 @@ def test_texts_that_a_reader_could_take_for_another_value_are_quoted(text: str) 
     assert yaml.safe_load(rendered) == {"aa": text, "bb": [text]}
 
 
-def test_short_lists_are_in_one_line() -> None:
-    table = {"aa": ("bb", 1), "cc": ["d" * 100], "ee": [{"ff": [2], "gg": {}}], "hh": None}
-    lines = ["aa: [bb, 1]", "cc:", "- " + "d" * 100, "ee:", "- ff: [2]", "  gg: {}", "hh: null"]
+def test_short_lists_are_in_one_line_and_long_texts_are_blocks() -> None:
+    table = {"aa": ("bb", 1), "cc": ["d" * 100], "ee": [{"ff": [2], "gg": {}}], "hh": None, "ii": "j\n\nk\n"}
+    lines = [
+        "aa: [bb, 1]",
+        "cc:",
+        "- " + "d" * 100,
+        "ee:",
+        "- ff: [2]",
+        "  gg: {}",
+        "hh: null",
+        "ii: |",
+        "  j",
+        "",
+        "  k",
+    ]
     assert render_yaml(table).splitlines() == lines
