@@ -63,11 +63,6 @@ _LONGEST_NAME = 30
 """Longest name of a run: pods' names, which begin with it, are host names and may have 63 characters."""
 _LARGEST_FILE = 900_000
 """Most bytes of the run's file, which is in a ConfigMap of at most 1 MiB in all."""
-_LOOK_AT_START_S = 5
-_STOPPING_S = 10
-"""Time, in addition to supervisor.stop_timeout_s, until a pod is killed."""
-_WAIT_S = 600
-"""Time in which brokers must answer the job of the topics; after it, the job is started again."""
 _CALLERS = (ENV, EVAL, GATEWAY)
 """Roles that call the inference servers."""
 _SCALED = (GROUP, LABEL, ENV)
@@ -160,8 +155,8 @@ class _Run:
             "ownBrokers": not secured,
             "bootstrapServers": config.kafka.bootstrap_servers if secured else "",
             "servicePort": self.settings["service.port"],
-            "startProbes": math.ceil(2 * self.settings["supervisor.ready_timeout_s"] / _LOOK_AT_START_S),
-            "stopSeconds": math.ceil(config.supervisor.stop_timeout_s) + _STOPPING_S,
+            "readyTimeoutSeconds": math.ceil(self.settings["supervisor.ready_timeout_s"]),
+            "stopTimeoutSeconds": math.ceil(config.supervisor.stop_timeout_s),
             "scaling": {
                 "query": lag_query(config.run),
                 "minReplicas": least,
@@ -217,7 +212,7 @@ class _Run:
     def _pods(self) -> dict[str, Any]:
         everything, _settings = container_secrets(secret_references(self.config))
         connection, _settings = container_secrets(secrets_of(self.config))
-        apply = ("topics", "apply", "--wait", str(_WAIT_S))
+        apply = ("topics", "apply", "--wait", "600")  # After this time without brokers it is started again.
         return {
             TOPICS: {"does": "creates missing topics", "kind": "Job", "args": apply, **self._secrets(connection)},
             **{name: self._pod(role_of(name), count) for name, count in self.processes.items()},

@@ -146,7 +146,7 @@ metadata:
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ int $run.stopSeconds }}
+  terminationGracePeriodSeconds: {{ add $run.stopTimeoutSeconds 10 }}
   {{- with $root.Values.imagePullSecrets }}
   imagePullSecrets: {{ toJson . }}
   {{- end }}
@@ -203,7 +203,7 @@ spec:
         httpGet: {path: /readyz, port: service}
         periodSeconds: 5
         timeoutSeconds: 10
-        failureThreshold: {{ int $run.startProbes }}
+        failureThreshold: {{ div (add (mul 2 $run.readyTimeoutSeconds) 4) 5 }}
       livenessProbe:
         httpGet: {path: /livez, port: service}
         periodSeconds: 15
