@@ -257,20 +257,27 @@ def watch(
         steering = steer(display.say, stack)
         loops = LoopWatch(config.run)
         stack.enter_context(display.live())
-        while not supervisor.finished(LEARN):
-            supervisor.poll(0.25)
-            page.tell(display.say)
-            steering.poll()
-            for warning in loops.look(supervisor.crash_loops):
-                display.say(warning)
-            if observer is None:
-                continue
-            try:
-                observer.poll(0.25)
-                display.show(observer)
-                for warning in stall.look(observer.snapshot(NEWEST), time.monotonic()):
+        try:
+            while not supervisor.finished(LEARN):
+                supervisor.poll(0.25)
+                page.tell(display.say)
+                steering.poll()
+                for warning in loops.look(supervisor.crash_loops):
                     display.say(warning)
-            except RollstreamError as error:
-                # Training goes on without an observer.
-                display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
-                observer = None
+                if observer is None:
+                    continue
+                try:
+                    observer.poll(0.25)
+                    display.show(observer)
+                    for warning in stall.look(observer.snapshot(NEWEST), time.monotonic()):
+                        display.say(warning)
+                except RollstreamError as error:
+                    # Training goes on without an observer.
+                    display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
+                    observer = None
+        except Interrupted:
+            reached = "" if observer is None else f"{line(observer.snapshot(NEWEST))}; "
+            display.say(
+                f"stopping: {reached}logs and checkpoints lie in {config.run_dir}, and the same command goes on"
+            )
+            raise

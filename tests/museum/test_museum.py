@@ -1,5 +1,6 @@
 """The promises over a whole run that was killed in every part, and the commands that only read it."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -65,6 +66,12 @@ def test_lineage_leads_from_a_step_to_offsets_and_from_a_rollout_to_the_step(mus
     for rollout in (("--rollout", batch.uids[0]), ("--offset", f"{batch.partition}:{batch.source_offsets[0]}")):
         forward = museum.run.say("lineage", *rollout)
         assert (f"batch {batch_id}" in forward, f"step default/{step.step}" in forward) == (True, True), forward
+
+
+def test_a_run_that_is_stopped_says_how_far_it_came_and_how_to_go_on(museum: Museum) -> None:
+    assert re.search(
+        r"stopping: step +\d+ .*; logs and checkpoints lie in .*the same command goes on", museum.run.output
+    )
 
 
 def test_commands_that_only_read_agree_with_the_ledger(museum: Museum, tmp_path: Path) -> None:
