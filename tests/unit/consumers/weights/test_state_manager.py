@@ -25,18 +25,6 @@ def test_there_is_no_version_before_the_first_update_which_is_0() -> None:
     assert states.get_state(0) is None
 
 
-def test_every_asker_is_served_by_its_own_version() -> None:
-    states = LocalStateManager()
-    states.update_state(params(0.0))
-    states.update_state(params(1.0))
-    for _asker in range(3):
-        state = states.get_state(-1)
-        assert state is not None
-        assert (state[0], float(state[1]["step"])) == (1, 1.0)
-        assert states.get_state(1) is None
-        assert states.get_state(0) == state
-
-
 def test_a_follower_gets_each_state_once_and_counts_what_it_received() -> None:
     states = LocalStateManager()
     one, other = StateFollower(states), StateFollower(states)

@@ -165,25 +165,6 @@ def test_a_rollout_costs_the_same_with_a_hundred_times_as_many_held() -> None:
 # ---------------------------------------------------------------------- known defects of such makers
 
 
-def test_a_late_rollout_of_an_old_version_is_dropped_also_when_the_newer_one_was_delivered() -> None:
-    d = driver(policy_version=2, batch_rollouts=2)
-    pair(d, policy_version=2)
-    assert len(d.batches) == 1
-    d.commit()
-    d.crash_and_restore()
-    pair(d, policy_version=1)
-    assert reasons(d) == {2: "superseded_version", 3: "superseded_version"}
-
-
-def test_a_reservoir_put_in_force_later_drops_groups_superseded_before() -> None:
-    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), policy_version=2)
-    pair(d, policy_version=1)
-    pair(d, policy_version=2)
-    assert d.drops == []
-    d.configure(GroupingConfig(batch_rollouts=100, maker="reservoir"))
-    assert reasons(d) == {0: "superseded_version", 1: "superseded_version"}
-
-
 def test_a_deadline_mark_seals_a_group_if_no_other_record_comes() -> None:
     d = driver(min_group_size=2, group_deadline_s=30.0)
     for i in range(2):
@@ -197,19 +178,6 @@ def test_a_deadline_mark_seals_a_group_if_no_other_record_comes() -> None:
     assert d.fold.open_groups == 0
     d.drain()
     assert delivered(d) == ["0", "1"]
-
-
-def test_groups_of_one_do_not_reach_a_batch() -> None:
-    d = driver(group_deadline_s=30.0, min_group_size=2)
-    d.pipe(example_rollout("alone", 1.0, group_size=8))
-    d.pipe(example_rollout("declared", 1.0, example_id="1", group_size=1))
-    d.advance(30_000)
-    d.drain()
-    assert d.batches == []
-    assert reasons(d) == {0: "group_too_small", 1: "group_too_small"}
-    by_default = driver(group_deadline_s=30.0)
-    by_default.pipe(example_rollout("declared", 1.0, example_id="1", group_size=1))
-    assert reasons(by_default) == {0: "zero_variance"}
 
 
 def test_delivered_and_dropped_rollouts_leave_nothing_in_memory() -> None:

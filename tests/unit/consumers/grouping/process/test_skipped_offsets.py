@@ -54,34 +54,6 @@ def test_a_skipped_record_is_not_decoded_and_its_dead_letter_names_the_reason() 
     assert fates(d) == {"batched": 2, "dead_lettered": 1}
 
 
-@pytest.mark.parametrize("snapshot", [False, True])
-def test_a_skipped_record_stays_skipped_when_it_is_read_again(snapshot: bool) -> None:
-    d = with_a_skipped_mark()
-    d.skip(0, "asked for too late")
-    d.skip(2, "asked for too late")
-    d.commit(snapshot=snapshot)
-    d.crash_and_restore()
-    assert d.fold.in_flight == 1
-    d.pipe(example_rollout("open-b", 0.0, example_id="open"))
-    assert uids(d) == [("aftera", "afterb"), ("open-a", "open-b")]
-    assert [letter.record.offset for letter in d.dead_letters] == [1]
-    d.crash_and_restore()
-    assert d.fold.config.generation == 0
-
-
-def test_the_append_time_of_a_skipped_record_counts() -> None:
-    d = driver(group_deadline_s=10.0)
-    d.pipe(example_rollout("open-a", 1.0, example_id="open"))
-    d.skip(1, "a mark")
-    d.pipe(NEWER, at_ms=4_000)
-    d.commit()
-    assert (d.fold.stream_time_ms, d.fold.in_flight) == (4_000, 1)
-    d.crash_and_restore()
-    assert (d.fold.stream_time_ms, d.fold.in_flight) == (4_000, 1)
-    d.pipe(b"nothing", at_ms=10_001)
-    assert d.fold.in_flight == 0
-
-
 def test_each_transaction_names_the_skips_that_a_restore_needs() -> None:
     d = with_a_skipped_mark()
     assert d.journal[-1].skipped == (1,)

@@ -327,12 +327,6 @@ def test_the_last_step_of_a_drained_run_takes_what_is_left_and_none_follows() ->
     assert len(last_steps([0] * 3)[0]) == 1
 
 
-def test_batches_skipped_at_the_end_of_a_drained_run_are_reported() -> None:
-    plans, reported = last_steps([0, 0, 0, 9, 9])
-    assert len(plans) == 1
-    assert [[use.index_offset for use in uses] for uses in reported] == [[30, 40]]
-
-
 @pytest.mark.parametrize("apart", [1, 10])
 def test_a_short_step_on_record_stays_short_when_the_run_went_on(apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScriptedReader, "apart", apart)
