@@ -361,7 +361,9 @@ class TrajectoryReplayBuffer(Closing):
             self._refuse_layout(checkpoint.content)
             if self.auto_save:
                 # Loading deletes the earlier files, so the files that the cache will read are checked first.
-                checkpoint.newest(self._shelf.caches(stored)).check()
+                count = len(checkpoint.content)
+                for place in range(count - self._shelf.caches(count), count):
+                    checkpoint.read(place)
             self._store.open()
             self._load_content(self._store.load(checkpoint))
             self._left_out[Path(load_path).resolve()] = left_out = stored - len(self)

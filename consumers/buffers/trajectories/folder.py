@@ -36,7 +36,7 @@ from rollstream.consumers.files.atomic_files import (
 )
 from rollstream.topics.logs import event
 from rollstream.topics.records import Int64
-from rollstream.topics.wire.trajectory_arrays import flatten
+from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten
 
 logger = logging.getLogger(__name__)
 LOCK = "trajectories.lock"
@@ -87,16 +87,18 @@ class SavedCheckpoint(NamedTuple):
         content = self.content
         return self._replace(content=content.part(max(0, len(content) - count), len(content)))
 
-    def check(self) -> None:
-        """Read every trajectory. Raises StoreError if a file is gone, damaged, or has other arrays than the content."""
-        for place in range(len(self.content)):
-            entry = self.content[place]
-            path, description = self.path(entry), entry.description
-            try:
-                arrays = self.formats(description.format).arrays(path)
-            except FileNotFoundError as error:
-                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
-            refuse_foreign(arrays, self.content.layout, description.steps, description.width, str(path))
+    def read(self, place: int) -> tuple[Trajectory, dict[str, NDArray[Any]]]:
+        """Read the trajectory at a place; return it and its arrays by path. Raises StoreError if its file is gone,
+        damaged, or has other arrays than the content."""
+        entry = self.content[place]
+        path, description = self.path(entry), entry.description
+        try:
+            trajectory = self.formats(description.format).read(path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
+        arrays = flatten(trajectory.arrays)
+        refuse_foreign(arrays, self.content.layout, description.steps, description.width, str(path))
+        return trajectory, arrays
 
 
 def place_files(

@@ -20,11 +20,9 @@ from rollstream.consumers.buffers.trajectories.rows import (
     FetchedArrays,
     Rows,
     bootstrapped,
-    refuse_foreign,
 )
 from rollstream.consumers.buffers.trajectories.store import AddOperation, DropOperation, Operation
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten
+from rollstream.topics.wire.trajectory_arrays import Trajectory
 
 _FIELDS = [field.name for field in fields(Trajectory) if field.name != "arrays"]
 _fields_of = attrgetter(*_FIELDS)
@@ -79,14 +77,8 @@ class TrajectoryMemory:
         content = checkpoint.content
         kept, read = deque[_UnsavedTrajectory](), {}
         for place in range(len(content)):
+            trajectory, arrays = checkpoint.read(place)
             entry = content[place]
-            path = checkpoint.path(entry)
-            try:
-                trajectory = checkpoint.formats(entry.description.format).read(path)
-            except FileNotFoundError as error:
-                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
-            arrays = flatten(trajectory.arrays)
-            refuse_foreign(arrays, content.layout, entry.description.steps, entry.description.width, str(path))
             read[entry.trajectory_id] = arrays
             kept.append(_kept(trajectory, arrays, entry.description.steps))
         self._kept, self._read = kept, read

@@ -60,7 +60,8 @@ def test_a_reader_follows_the_writer_and_draws_nothing_that_it_has_dropped(
             return gather(*arguments, **options)
 
         monkeypatch.setattr(slice_buffer, "gather", slow)
-        content(reader, tmp_path)
+        with ring(tmp_path, read_only=True) as late:
+            content(late, tmp_path)
         assert offset > behind[0]
 
 
