@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from rollstream.topics.wire.signatures import write_key
-from tests.support.attested_run import GROUPS, STEPS, group_all, trained_run
+from tests.support.attested_run import GROUPS, STEPS, trained_run
 from tests.support.command_line import answer_of
 from tests.support.forged_archives import forged, forgeries
+from tests.support.planted import end
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 
 NOWHERE = ("-b", "127.0.0.1:1")
 """An address without a broker: checks need none."""
@@ -74,7 +76,8 @@ def test_an_archive_is_attested_and_whatever_is_changed_is_refused_by_name(real_
     # The run and its archive go on; the statement still covers the same records.
     grouper = run.start("group")
     run.send(rollout(f"y{n}", member) for n in range(4) for member in range(4))
-    group_all(run, 4 * GROUPS + 16, grouper)
+    settled(run, batched=4 * GROUPS + 16)
+    end(grouper)
     assert answer_of(here, *run.command("archive", str(archive))[4:]).returncode == 0
     later = check(archive)
     assert later.returncode == 0, later.stdout

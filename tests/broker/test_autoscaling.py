@@ -28,6 +28,7 @@ from rollstream.topics.records import Metrics
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 PARTITIONS = 4
@@ -101,7 +102,7 @@ def test_processes_come_and_go_with_the_lag_leave_the_group_and_come_back_under_
         scale_to(run, supervised, lag, processes)
         run.send(rollout(f"x{number}.{example}", member) for example in range(16) for member in range(4))
         sent += 64
-        eventually(lambda: ledger(run.kafka, run.name).batched == sent, 60, "all of it in batches")  # noqa: B023
+        settled(run, batched=sent)
     actual = readings(run.kafka, run.name)
     # No grouping process wrote the first record of a journal.
     writers = {reading.writer for reading in actual if reading.writer}
@@ -113,6 +114,7 @@ def test_processes_come_and_go_with_the_lag_leave_the_group_and_come_back_under_
     assert again.count('"event": "task_restored"') >= 2
 
 
+@pytest.mark.long
 def test_a_member_that_is_not_in_the_group_is_named(run: RealRun) -> None:
     group = run.grouper.group_id(run.name)
     process = run.start("group", kafka__session_timeout_s=SESSION_S)
@@ -136,7 +138,7 @@ def test_a_process_that_is_scaled_by_others_leaves_the_group_as_it_stops(run: Re
     assert process.wait(300) == 0
     assert members(run.kafka, group) == 1
     run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
-    eventually(lambda: ledger(run.kafka, run.name).batched == 64, SESSION_S / 2, "the other has every partition")
+    settled(run, batched=64)
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from rollstream.infra.broker.broker import LocalBroker
 from tests.support.pages import blocks, page
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun, rollout
-from tests.support.waiting import eventually
+from tests.support.settled import settled
 
 _RUNNABLE = re.compile(r"^<!-- run: ([a-z ]+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -56,7 +56,7 @@ def test_the_commands_that_ask_a_run_work_as_documented(real_run: RealRun) -> No
     real_run.prepare()
     real_run.start("group")
     real_run.send(rollout(f"x{example}", member) for example in range(8) for member in range(4))
-    eventually(lambda: len(real_run.read("batches")) >= 2, 60, "batches of 32 rollouts")
+    settled(real_run, batched=32)
     body = COMMANDS["with a broker"].replace("--run main", f"--run {real_run.name}")
     assert body.count(real_run.name) == len(body.splitlines()), "every line names the run"
     outputs = run_lines(

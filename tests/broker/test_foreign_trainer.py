@@ -16,6 +16,7 @@ import pytest
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.records import LearnerStep
+from tests.support.command_line import answer_of
 from tests.support.pages import page
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
@@ -50,6 +51,14 @@ class Reader:
         assert process.returncode == 0, f"{command}: {out}{err}"
         return out
 
+    def asks(self, *words: str) -> str:
+        """Output of a command of rollstream."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KAFKA_BOOTSTRAP_SERVERS", self.run.kafka.bootstrap_servers)
+            done = answer_of(self.run.directory, *words)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
     def follows(self, language: str, body: str) -> str:
         """Run a block and return its output; a grouping process keeps running in the background."""
         if language == "python":
@@ -64,7 +73,7 @@ class Reader:
             elif program == "python":
                 outputs.append(self.does(sys.executable, "-W", "error", *words))
             else:
-                outputs.append(self.does(sys.executable, "-P", "-m", "rollstream", *words))
+                outputs.append(self.asks(*words))
         return "".join(outputs)
 
 
@@ -112,7 +121,7 @@ def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(rea
     assert sorted(steps) == [1, 2, 3, 4]
     assert Counter(use.batch_id for step in steps.values() for use in step.uses) == {f"0-{n}": 1 for n in range(4)}
     assert [steps[n].policy_version for n in sorted(steps)] == [1, 2, 3, 4]
-    report = json.loads(reader.does(sys.executable, "-P", "-m", "rollstream", "ledger", "--run", run.name, "--json"))
+    report = json.loads(reader.asks("ledger", "--run", run.name, "--json"))
     assert report["trained"] == 256, report
 
 
@@ -122,13 +131,12 @@ def test_the_ledger_closes_after_a_rollback_and_after_what_is_trained_from_it(re
         reader.follows(language, body)
     run = reader.run
     where = run.kafka.bootstrap_servers, run.name
-    command = [sys.executable, "-P", "-m", "rollstream"]
     for last, good in (("4", "3"), ("8", "8")):
         reader.does(sys.executable, "docs/examples/produce.py", *where)
         reader.does(sys.executable, "docs/examples/train.py", *where, last)
         rollback = ["weights", "rollback", good, "--reason", "reward hacking", "--take-over", "--run", run.name]
-        reader.does(*command, *rollback)
-        report = json.loads(reader.does(*command, "ledger", "--run", run.name, "--json"))
+        reader.asks(*rollback)
+        report = json.loads(reader.asks("ledger", "--run", run.name, "--json"))
         assert report["balanced"], report
         proof = ledger(run.kafka, run.name)
         assert (proof.problems, proof.unread, proof.steps) == ([], 0, int(last))

@@ -21,7 +21,6 @@ from rollstream.topics.control.named_records import write_named
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import EnvironmentState, LearnerStep, Metrics, MixtureState, TrainingBatch
 from rollstream.topics.wire.codec import encode
-from tests.support.command_line import answer_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -30,7 +29,7 @@ SETTINGS = SMALL_LEARNER | {"learner__publish_every_steps": 4}
 
 
 def said(run: RealRun, *words: str) -> str:
-    answer = answer_of(run.directory, *run.command(*words, **SETTINGS)[4:])
+    answer = run.said(*words, **SETTINGS)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 

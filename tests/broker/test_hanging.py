@@ -13,14 +13,15 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
-from rollstream.pipeline.audit.ledger.proof import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, hanging_transactions, topic_admin
 from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.kafka.reader import record_at, records_between
+from tests.support.command_line import answer_of
 from tests.support.hanging import NO_VERIFICATION, UNKNOWN_PRODUCER, hang, hang_offsets
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 HANGS = rf"a transaction hangs: {{}} from offset {{}} on, of producer {UNKNOWN_PRODUCER} epoch 0, silent for \d+ s"
@@ -53,18 +54,9 @@ def run(trusting: LocalBroker, run_name: str, tmp_path: Path) -> Iterator[RealRu
 def mend(run: RealRun, *flags: str) -> tuple[int, str]:
     """`rollstream broker mend`: exit code, and what it printed."""
     words = run.command("broker", "mend", *flags, kafka__transaction_timeout_s=2.0)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=run.directory, env=run.environment())
+    done = answer_of(run.directory, *words[4:])
     assert done.stderr == ""
     return done.returncode, done.stdout
-
-
-def grouper(run: RealRun) -> subprocess.Popen[bytes]:
-    """Start a grouping process with the default transaction timeout, which is enough on a busy machine."""
-    return run.start("group")
-
-
-def await_batches(run: RealRun, count: int) -> None:
-    eventually(lambda: len(run.read("batches")) >= count, 60, f"{count} batches", every_s=0.2)
 
 
 def end_of(run: RealRun, partition: int) -> int:
@@ -79,9 +71,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun) -> None:
     group, rollouts = run.grouper.group_id(run.name), run.topic("rollouts")
-    process = grouper(run)
+    process = run.start("group")  # its transaction timeout is enough on a busy machine
     run.send(rollout("before", member) for member in range(4))
-    await_batches(run, 1)
+    settled(run, batched=4)
     [batch] = run.read("batches")
     place = batch.partition  # type: ignore[attr-defined]
     start = hang(run.kafka, run.topic("journal"), place)
@@ -121,11 +113,10 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     assert mend(run) == (0, f"no transaction of run {run.name} hangs at {run.kafka.bootstrap_servers}\n")
     assert undecided(run.kafka, run.topic("journal")) == {}
 
-    process = grouper(run)
+    process = run.start("group")
     run.send(rollout("after", member, policy_version=1) for member in range(4))
-    await_batches(run, 3)
+    book = settled(run, batched=12)
     stop(process)
-    book = ledger(run.kafka, run.name, group)
     assert book.balanced, book.problems
 
 
@@ -193,14 +184,13 @@ def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -
         producer.begin_transaction()
     assert hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction is open there now"
 
-
-def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
-    hang(run.kafka, run.topic("journal"))
+    # So is what hangs, until it is older than the timeout.
+    start = hang(run.kafka, run.topic("journal"))
     patient = replace(run.kafka, transaction_timeout_s=600.0)
     assert hanging_transactions.hanging(patient, run.name) == []
     assert "a transaction is open" in hanging_transactions.open_on(patient, run.topic("journal"), [0])
     [open_one] = hanging_transactions.hanging(run.kafka, run.name)
-    assert open_one.start == 2
+    assert open_one.start == start
 
 
 @pytest.mark.long

@@ -10,12 +10,12 @@ import pytest
 
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.rollback import note_of
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import ExcludedBatch
 from tests.support.page import PageClient
 from tests.support.runs import RealRun, rollout
 from tests.support.serving_engines import ARRAYS, MODEL_JSON, published_exactly
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -56,7 +56,7 @@ def test_a_rollback_and_an_exclusion_are_made_once_they_can_be_and_listed(run: R
     notes = list(filter(None, map(note_of, read_to_end(run.kafka, run.topic("policies")))))
     assert [(note.source, note.reason) for note in notes] == [(1, "reward hacking")]
 
-    eventually(lambda: ledger(run.kafka, run.name).batched == 32, 120, "all rollouts are batched")
+    settled(run, batched=32)
     assert give(command="exclude")[0] == 400
     assert give(command="exclude", environments="env")[0] == 400
     assert give(command="exclude", environments=["envv"])[0] == 400

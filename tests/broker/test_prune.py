@@ -24,6 +24,7 @@ from tests.model.test_prune import learn, learners_of, prune
 from tests.support.batches import indexed_batches
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout, with_batches
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 EXAMPLES = count()
@@ -35,14 +36,6 @@ def feed(run: RealRun, groups: int) -> None:
     names = [f"g{next(EXAMPLES)}" for _ in range(groups)]
     run.send(rollout(name, member) for name in names for member in range(4))
     eventually(lambda: len(index_of(run.kafka, run.name)) > before, 60, "another batch", every_s=0.1)
-
-
-def settled(run: RealRun, in_flight: int = 0) -> Ledger:
-    def book() -> Ledger | None:
-        books = in_both_forms(run)
-        return books if not books.unread and in_flight == books.in_flight else None
-
-    return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
 
 
 def planned(run: RealRun, keep: int) -> dict[tuple[str, int], Deletion]:
@@ -142,7 +135,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     run.send(rollout("open", member) for member in range(1, 4))
     run.start("group")
     feed(run, 12)
-    last = settled(run)
+    last = settled(run, in_flight=0)
     assert last.balanced, last.problems
     assert last.batched == before.batched + 1 + 3 + 48
     assert last.pruned == after.pruned
@@ -165,7 +158,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
         if not kept:
             break
         feed(run, 2)
-        last = settled(run)
+        last = settled(run, in_flight=0)
     assert not kept
     delete(run.kafka, run.name, deletions)
     book = in_both_forms(run)

@@ -13,7 +13,6 @@ from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.weights.state_manager import StateManager
 from rollstream.infra.broker.cluster import LocalCluster
-from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
@@ -22,9 +21,9 @@ from rollstream.topics.records import Mark
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support import kafka_tools
-from tests.support.command_line import answer_of
 from tests.support.pages import page
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
 
@@ -47,7 +46,7 @@ def carried_out(run: RealRun, line: str, **other: str) -> str:
     program, *words = shlex.split(re.sub(r"\bmain\b", run.name, line))
     if program != "rollstream":
         return kafka_tools.output_of(shlex.join([program, *words]), run.directory)
-    done = answer_of(run.directory, *run.command(*words)[4:])
+    done = run.said(*words)
     # Exit code 1 is an answer as well: no letter could be sent again.
     assert done.returncode in ((0, 1) if "redrive" in words else (0,)), f"{line}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -55,15 +54,6 @@ def carried_out(run: RealRun, line: str, **other: str) -> str:
 
 def section(run: RealRun, title: str, **other: str) -> list[str]:
     return [carried_out(run, line, **other) for line in SECTIONS[title]]
-
-
-def settled(run: RealRun, **expected: object) -> Ledger:
-    def now() -> Ledger | None:
-        book = ledger(run.kafka, run.name)
-        same = all(getattr(book, name) == value for name, value in expected.items())
-        return book if same and not book.unread else None
-
-    return eventually(now, 60, f"a ledger with {expected}", every_s=0.3)
 
 
 def groups(run: RealRun, name: str, count: int = 8) -> None:

@@ -34,6 +34,7 @@ from tests.support.command_line import answer_of
 from tests.support.https_front import https_front
 from tests.support.runs import RealRun, rollout
 from tests.support.schema_registry import SchemaRegistry, schema_registry
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.long  # A registry of 158 MB, which takes ten seconds to start.
@@ -80,11 +81,6 @@ def values(kafka: KafkaConfig, run: str, topic: str) -> dict[tuple[int, int], by
     return {(m.partition, m.offset): m.value for m in read_to_end(kafka, topic_name(run, topic))}
 
 
-def settled(run: RealRun, batched: int) -> bool:
-    book = ledger(run.kafka, run.name)
-    return book.batched == batched and not book.unread and not book.in_flight
-
-
 def test_a_run_as_a_user_starts_it_is_read_by_the_stock_deserializer(
     compiled: Path, tmp_path: Path, broker: str, run_name: str, registry: SchemaRegistry
 ) -> None:
@@ -129,7 +125,7 @@ def test_a_run_switched_on_half_way_whose_registry_dies_loses_nothing_and_outliv
     plain = run.kafka
     group = run.start("group")
     run.send(rollout(f"a{n}", member) for n in range(8) for member in range(4))
-    eventually(lambda: settled(run, 32), 60, "batches without ids", every_s=0.3)
+    settled(run, batched=32, in_flight=0)
     group.terminate()
     assert group.wait(300) == 0
 
@@ -140,7 +136,7 @@ def test_a_run_switched_on_half_way_whose_registry_dies_loses_nothing_and_outliv
         run.send([rollout("unregistered")])
     assert refused.wait(300) == 2
     assert "rollstream topics apply" in run.log_of(refused)
-    applied = answer_of(run.directory, *run.command("topics", "apply", "--json")[4:])
+    applied = run.said("topics", "apply", "--json")
     assert applied.returncode == 0, applied.stderr
     subjects = {name for plan in json.loads(applied.stdout) for name in plan["subjects"]}
     assert f"{run.name}.rollouts-value" in subjects
@@ -149,19 +145,19 @@ def test_a_run_switched_on_half_way_whose_registry_dies_loses_nothing_and_outliv
     SchemaRegistryClient({"url": mortal.url})
     group = run.start("group")
     run.send(rollout(f"b{n}", member) for n in range(8) for member in range(4))
-    eventually(lambda: settled(run, 64), 60, "batches with ids", every_s=0.3)
+    settled(run, batched=64, in_flight=0)
     assert stock_readings(plain, run.name, mortal.url)["TrainingBatch"] >= 2
 
     mortal.kill()
     # A running process keeps its ids.
     run.send(rollout(f"c{n}", member) for n in range(4) for member in range(4))
-    eventually(lambda: settled(run, 80), 60, "batches of a process that has its ids", every_s=0.3)
+    settled(run, batched=80, in_flight=0)
     group.send_signal(signal.SIGKILL)
     group.wait()
     # A process that starts now gets none.
     group = run.start("group")
     run.send(rollout(f"d{n}", member) for n in range(4) for member in range(4))
-    eventually(lambda: settled(run, 96), 60, "batches of a process without ids", every_s=0.3)
+    settled(run, batched=96, in_flight=0)
     assert "schema_id_unknown" in run.log_of(group)
     group.terminate()
     assert group.wait(300) == 0
@@ -278,13 +274,13 @@ def test_a_run_whose_registry_wants_tls_and_a_password_keeps_the_password_to_its
             f'[kafka.registry]\nurl = "{front.url}"\nusername = "main"\npassword = "env:REGISTRY_PASSWORD"\n'
             f'ca = "{front.authority}"\ncertificate = "{front.client}"\ntimeout_s = 60.0\n'
         )
-        applied = answer_of(run.directory, *run.command("topics", "apply", "--config", "run.toml")[4:])
+        applied = run.said("topics", "apply", "--config", "run.toml")
         assert applied.returncode == 0, applied.stderr
         initialise(run.kafka, run.name, run.grouping, run.grouper)
         run.publish_version(0)
         group = run.start("group", "--config", "run.toml", forked=False)
         run.send(rollout(f"x{n}", member) for n in range(8) for member in range(4))
-        eventually(lambda: settled(run, 32), 120, "batches with ids", every_s=0.3)
+        settled(run, batched=32, in_flight=0)
         words = Path(f"/proc/{group.pid}/cmdline").read_bytes().decode()
         group.terminate()
         assert group.wait(300) == 0

@@ -11,10 +11,10 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.kafka_tools import output_of
 from tests.support.pages import blocks, page
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 SHOWN = [
@@ -39,7 +39,7 @@ def consumed(run: RealRun, line: str) -> str:
 
 
 def records(run: RealRun, *words: str) -> list[tuple[int, int]]:
-    done = answer_of(run.directory, *run.command("cat", *words, "--json")[4:])
+    done = run.said("cat", *words, "--json")
     assert done.returncode == 0, done.stderr
     return [(record["partition"], record["offset"]) for record in map(json.loads, done.stdout.splitlines())]
 
@@ -52,11 +52,7 @@ def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
     group = run.start("group")
     run.send(rollout(f"x{n}", member) for n in range(8) for member in range(4))
 
-    def settled(batched: int) -> bool:
-        book = ledger(run.kafka, run.name)
-        return book.batched == batched and not book.unread and not book.in_flight
-
-    eventually(lambda: settled(32), 60, "every rollout in a batch", every_s=0.3)
+    settled(run, batched=32, in_flight=0)
     # Write in a transaction, as a labeler does.
     producer = TransactionalProducer(run.kafka, f"{run.name}/test")
     producer.start()
@@ -64,7 +60,7 @@ def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
         for n in range(16):
             value = encode(rollout(f"y{n // 4}", n % 4))
             transaction.send(run.topic("rollouts"), value, encode_key("env", f"y{n // 4}"))
-    eventually(lambda: settled(48), 60, "those of the transaction, too", every_s=0.3)
+    settled(run, batched=48, in_flight=0)
     group.terminate()
     assert group.wait(300) == 0
     with producer.transaction(commit=False) as transaction:

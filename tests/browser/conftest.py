@@ -11,7 +11,7 @@ from rollstream.topics.records import Turn
 from tests.browser import chromium
 from tests.browser.served_run import GROUPS, HOSTILE, ServedRun
 from tests.support.runs import RealRun, rollout
-from tests.support.waiting import eventually
+from tests.support.settled import settled
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         )
         run.send(rollout("flat", member, reward=1.0) for member in range(4))
         run.send_bytes("rollouts", HOSTILE.encode(), b"key", 0)
-        eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
+        settled(run, in_flight=0)
         yield ServedRun.start(run)
     finally:
         run.stop()

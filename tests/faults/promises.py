@@ -2,27 +2,13 @@
 
 import signal
 import subprocess
-from collections.abc import Callable
 
-from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.verification import verify
 from tests.faults.auditor import audit
 from tests.faults.findings import Audit
 from tests.faults.load import Load
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun
-from tests.support.waiting import eventually
-
-
-def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:
-    """Wait until everything is read and nothing is in flight; groups are complete, so age gets them batched."""
-
-    def settled() -> Ledger | None:
-        meanwhile()
-        result = in_both_forms(run)
-        return result if result.produced and not result.unread and not result.in_flight else None
-
-    return eventually(settled, timeout_s, f"every record of run {run.name} in a place", every_s=0.5)
 
 
 def stop(*processes: subprocess.Popen[bytes]) -> None:

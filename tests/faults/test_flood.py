@@ -12,10 +12,11 @@ import pytest
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.topics.kafka import clients
 from tests.faults.groupers import grouper
-from tests.faults.promises import assert_promises, settle, stop
+from tests.faults.promises import assert_promises, stop
 from tests.support.command_line import answer_of
 from tests.support.flood import GROUP_SIZE, Flood
 from tests.support.runs import RealRun
+from tests.support.settled import settled
 
 SEED = int(os.environ.get("FLOOD_SEED", "1"))
 RECORDS = int(os.environ.get("FLOOD_RECORDS", "100000"))
@@ -74,7 +75,7 @@ def test_a_flood_of_hostile_records_ends_nothing_and_every_record_has_its_place(
     flood = Flood(SEED, records)
     began = time.monotonic()
     count = send(run, flood)
-    book = settle(run, timeout_s=600.0 + records / 500, meanwhile=all_alive)
+    book = settled(run, 600.0 + records / 500, in_flight=0, meanwhile=all_alive)
     seconds = time.monotonic() - began
     peaks = [peak_mib(process.pid) for process in processes]
     print(

@@ -11,23 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from confluent_kafka import ConsumerGroupState
 
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.topics.kafka import clients, stranded_clients, topic_admin
+from rollstream.topics.kafka import groups, stranded_clients, topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.records import LearnerStep
 from tests.faults.conftest import make_run
 from tests.faults.groupers import Supervised
 from tests.faults.load import Load
-from tests.faults.promises import assert_promises, settle
+from tests.faults.promises import assert_promises
 from tests.support.faulty_network import DOWN, FINE, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.own_network import dropping, own_network
 from tests.support.rounds import rounds
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
+from tests.support.settled import settled
 from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import eventually
 
@@ -86,7 +86,7 @@ def audited(
     groupers = Supervised(grouping, **settings)
     with Load(workers, SEED, rollouts_per_s=rollouts_per_s) as load:
         yield groupers, load
-    settle(run, meanwhile=groupers.revive)
+    settled(run, 150, in_flight=0, meanwhile=groupers.revive)
     groupers.stop()
     assert_promises(run, load)
 
@@ -107,9 +107,7 @@ def behind_links(
 
 def members(run: RealRun) -> int:
     """Number of members of the grouping processes' group."""
-    admin, group = clients.admin(run.kafka), run.grouper.group_id(run.name)
-    description = admin.describe_consumer_groups([group])[group].result(300)
-    return 0 if description.state == ConsumerGroupState.EMPTY else len(description.members)
+    return groups.members(run.kafka, run.grouper.group_id(run.name))
 
 
 def await_both(run: RealRun, groupers: Supervised) -> None:

@@ -13,8 +13,9 @@ from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from tests.faults.groupers import Supervised
 from tests.faults.many_producers import ManyProducers
-from tests.faults.promises import assert_promises, settle
+from tests.faults.promises import assert_promises
 from tests.support.runs import RealRun
+from tests.support.settled import settled
 
 PARTITIONS, PROCESSES, WORKERS, BROKERS = 64, 8, 200, 3
 BETWEEN = 200
@@ -71,7 +72,7 @@ def test_every_process_and_every_broker_of_a_wide_run_is_restarted_and_nothing_i
                 cluster.await_in_sync(180.0)
             groupers.revive()
         load.await_more(BETWEEN)
-    settle(run, 300.0, meanwhile=groupers.revive)
+    settled(run, 300, in_flight=0, meanwhile=groupers.revive)
     groupers.stop()
     audited = assert_promises(run)
     places = audited.places

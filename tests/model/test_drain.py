@@ -13,6 +13,7 @@ from rollstream.topics.records import Metrics, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -83,7 +84,7 @@ def test_nothing_is_cut_for_a_drain_that_is_withdrawn(run: RealRun) -> None:
     said(run, "--drain")
     said(run, "--withdraw")
     run.send(rollout("y", member) for member in range(4))
-    eventually(lambda: ledger(run.kafka, run.name).in_flight == 8, 120, "both groups are read")
+    settled(run, in_flight=8)
     assert (drain(run), run.read("batches")) == (None, [])
 
 

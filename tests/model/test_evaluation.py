@@ -35,9 +35,9 @@ from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.records import Metrics, PolicyManifest, Rollout
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 TASK = create_task("dsort3")
@@ -121,7 +121,7 @@ def evaluated(run: RealRun) -> dict[int, set[tuple[int, int]]]:
 def test_a_version_that_is_asked_for_is_evaluated_once_although_it_is_not_due(real_run: RealRun) -> None:
     run = real_run
     provisioning.apply(run.kafka, run.topics, run.name)
-    answer = answer_of(run.directory, *run.command("evaluate")[4:])
+    answer = run.said("evaluate")
     assert (answer.returncode, "no policy version yet" in answer.stderr) == (2, True)
     run.publish_version(0)
     generator = SortingGenerator()
@@ -130,7 +130,7 @@ def test_a_version_that_is_asked_for_is_evaluated_once_although_it_is_not_due(re
             eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 60, "version 0 evaluated")
             generator.versions = [1]
             run.publish_version(1)
-            answer = answer_of(run.directory, *run.command("evaluate")[4:])
+            answer = run.said("evaluate")
             assert (answer.returncode, "version 1 " in answer.stdout) == (0, True), answer.stderr
             eventually(lambda: 1 in evaluated(run), 60, "version 1 evaluated")
         run.publish_version(3)
@@ -173,7 +173,7 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
         (1, 1, 20)
     }
 
-    eventually(lambda: not ledger(run.kafka, run.name).unread, 60, "everything read")
+    settled(run)
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
     assert (book.evals, book.evals_batched, book.rollouts) == (3 * PROMPTS, 0, 16)
@@ -200,7 +200,7 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
         run.publish_version(2)
         eventually(lambda: _failed(run) == 1, 60, "an evaluation that failed")
         agent.broken = False
-        answer = answer_of(run.directory, *run.command("evaluate")[4:])
+        answer = run.said("evaluate")
         assert (answer.returncode, "version 2 " in answer.stdout) == (0, True), answer.stderr
         eventually(lambda: len(run.read("evals")) == 6, 60, "the version whose evaluation failed, asked for afterwards")
         generator.versions = [4]

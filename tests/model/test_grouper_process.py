@@ -25,6 +25,7 @@ from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.probes import scrape
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.topic_settings import change_settings
 from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
@@ -75,7 +76,7 @@ def test_a_transaction_whose_offsets_the_broker_does_not_tell_is_made_again(real
     run = real_run.prepare()
     run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
     process = run.start("group", script=without_first_offsets("batches", "journal", "batch-index"))
-    eventually(lambda: ledger(run.kafka, run.name).batched == 64, 60, "all of it in batches")
+    settled(run, batched=64)
     assert ledger(run.kafka, run.name).problems == []
     log = run.log_of(process)
     # Once for a batch and a record of the journal; nothing needs the offset of an index entry.
@@ -89,7 +90,7 @@ def test_records_that_a_seek_left_behind_are_read(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
     process = run.start("group", script=ASTRAY)
-    eventually(lambda: ledger(run.kafka, run.name).batched == 64, 60, "all of it in batches")
+    settled(run, batched=64)
     assert ledger(run.kafka, run.name).problems == []
     assert run.log_of(process).count('"seek_repeated"') == 2
 
@@ -126,7 +127,7 @@ def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_
         assert ('"closed_without_commit"' in run.log_of(process)) is not rival
     run.start("group")
     run.send([rollout(f"x{example}", member) for example in range(3, 9) for member in range(4)])
-    eventually(lambda: ledger(run.kafka, run.name).batched == 32, 60, "all of it in batches")
+    settled(run, batched=32)
     assert ledger(run.kafka, run.name).problems == []
 
 

@@ -18,7 +18,7 @@ from rollstream.consumers.batch_reader import BatchReader
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, initialise, recover
 from rollstream.consumers.grouping.process.mark_writer import drain
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.topics.errors import StateRefused
@@ -32,6 +32,7 @@ from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.rl_examples import RLExample
 from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -139,7 +140,7 @@ def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun
         process.send_signal(signal.SIGKILL)
         process.wait()
         process = real_run.start("group", "--ordinal=0")
-    eventually(lambda: ledger(real_run.kafka, real_run.name).batched == 160, 60, "160 rollouts batched")
+    settled(real_run, batched=160)
     result = ledger(real_run.kafka, real_run.name)
     assert result.balanced, result.problems
     assert (result.rollouts, result.batched, result.in_flight, result.unread) == (160, 160, 0, 0)
@@ -161,7 +162,7 @@ def test_bad_input_goes_to_dead_letters_or_drops_and_stops_nobody(real_run: Real
     real_run.send([rollout("bad", 2, policy_version=-3)])
     real_run.send(good[16:])
     read_batches(real_run, 32)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).unread == 0, 60, "everything read")
+    settled(real_run)
     result = ledger(real_run.kafka, real_run.name)
     assert result.balanced, result.problems
     assert (result.dead_lettered, result.dropped) == (2, {"invalid": 3})
@@ -247,11 +248,7 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
         torn = [rollout(f"{wave}-t{n}", m, **of_length(100)) for n in range(12) for m in range(3)]
         real_run.send(short + torn)
 
-    def done() -> Ledger | None:
-        book = ledger(real_run.kafka, real_run.name)
-        return book if not book.in_flight and not book.unread else None
-
-    result = eventually(done, 60, "the deadlines to pass")
+    result = settled(real_run, in_flight=0)
     assert (result.batched, result.dropped) == (960, {"group_too_small": 144})
     assert result.selection["env"].alerts() == ("length",)
     assert result.as_dict()["selection"]["env"]["lost"]["mean_length"] == 100.0
@@ -319,11 +316,11 @@ def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(re
         for m in range(4)
     ]
     real_run.send(waiting)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 14_000, 60, "all of them to be waiting")
+    settled(real_run, in_flight=14_000)
     config = replace(real_run.grouping, generation=1, exclude_environments=("env",))
     mark = Mark(kind="configuration", generation=1, configuration=config.to_json())
     real_run.send_bytes("rollouts", encode(mark), encode_key("mark", "configuration"), 0)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 0, 60, "all of them to be dropped")
+    settled(real_run, in_flight=0)
     process.send_signal(signal.SIGKILL)
     process.wait()
     real_run.start("group", **settings)
@@ -364,7 +361,7 @@ def test_a_restore_longer_than_a_member_may_go_without_polling_keeps_its_partiti
     # Groups that came before it would all be released by this one record.
     eventually(lambda: len(real_run.read("rollouts")) == 1, 60, "the mark of policy version 0")
     real_run.send(groups(0, 90))
-    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 360, 60, "rollouts to be held")
+    settled(real_run, in_flight=360)
     process.send_signal(signal.SIGKILL)
     process.wait()
     # 360 rollouts, 20 ms each: a second more than the client lets a member be silent.

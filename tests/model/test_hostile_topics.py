@@ -23,6 +23,7 @@ from tests.support import hostile, planted
 from tests.support.command_line import in_full
 from tests.support.planted import Planted
 from tests.support.runs import RealRun
+from tests.support.settled import settled
 
 RUN = "hostile"
 COLOUR = re.compile(r"\x1b\[(0|1|2|3[23456]|1;3[23456]|48;[\d;]+)m")
@@ -37,7 +38,7 @@ def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant
         actual = planted.plant(real)
         hostile.plant_rollouts(real)
         process = real.start("group")
-        planted.await_settled(real, lambda book: not book.in_flight)
+        settled(real, in_flight=0)
         planted.end(process)
         hostile.plant(real)
         yield actual

@@ -31,7 +31,6 @@ from rollstream.topics.records import same
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.keys import encode_key, partition_of
 from rollstream.topics.wire.trajectory_arrays import from_record, to_record
-from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.trajectories import HOLD_AT, double, number_of, numbered
 from tests.support.trajectory_runs import HOSTILE, for_trajectories, labeled_of, messages, position, send
@@ -187,7 +186,7 @@ def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(ru
     headers: list[tuple[str, str | bytes | None]] = [(SOURCE, f"{partition}:4")]
     paused.produce(run.topic("trajectories"), b"late", b"key", partition, headers=headers)
     paused.flush(120)
-    answer = answer_of(run.directory, *run.command("label", "recover")[4:])
+    answer = run.said("label", "recover")
     assert answer.returncode == 0, answer.stderr
     assert f"partition {partition}: labeling goes on at offset 4" in answer.stdout
     with pytest.raises(KafkaException):
@@ -290,7 +289,7 @@ def test_what_a_labeler_refused_is_sent_again_once_it_is_mended(run: RealRun) ->
     before.terminate()
     before.wait()
     for sent in (2, 0):
-        done = answer_of(run.directory, *run.command("dlq", "redrive", "--json")[4:])
+        done = run.said("dlq", "redrive", "--json")
         answer = json.loads(done.stdout)
         assert (len(answer["redriven"]), len(answer["left"])) == (sent, 1), "each once, and poison never"
     run.start("label", "tests.support.trajectories:mended")

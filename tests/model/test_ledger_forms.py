@@ -78,12 +78,6 @@ class Readers:
         return book
 
 
-def said(run: RealRun, *words: str) -> str:
-    answer = answer_of(run.directory, *run.command(*words)[4:])
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
-
-
 @pytest.fixture
 def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
     made = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path, TopicsConfig(partitions=2))
@@ -101,7 +95,7 @@ def test_readings_agree_over_exclusions_sessions_and_retirement(run: RealRun) ->
     readers.await_book(batched=24, unread=0)
     run.send(rollout(f"b{n}", member, environment="other") for n in range(4) for member in range(4))
     readers.await_book(batched=40)
-    said(run, "exclude", "--env", "other")
+    run.told("exclude", "--env", "other")
     readers.agree()
     run.send(rollout(f"c{n}", member, environment="other") for n in range(2) for member in range(4))
     assert readers.await_book(unread=0).dropped["excluded"] == 8
@@ -109,9 +103,9 @@ def test_readings_agree_over_exclusions_sessions_and_retirement(run: RealRun) ->
     readers.await_book(dead_lettered=1)
     learn(run, 1, "trained")
     assert readers.agree().trained == 40
-    said(run, "learner", "retire", "main", "--reason", "it diverged")
+    run.told("learner", "retire", "main", "--reason", "it diverged")
     assert readers.agree().learners["main"]["retired"]
-    said(run, "learner", "resume", "main")
+    run.told("learner", "resume", "main")
     assert "retired" not in readers.agree().learners["main"]
     in_sessions(run, readers)
     run.send(rollout(f"open{n}", 0) for n in range(4))
@@ -155,7 +149,7 @@ def in_sessions(run: RealRun, readers: Readers) -> None:
 
 def pruned(run: RealRun, *topics: str) -> None:
     """Prune the run, and check that it deletes something of each of these topics."""
-    said(run, "prune", "--yes", "--keep-batches", "0")
+    run.told("prune", "--yes", "--keep-batches", "0")
     for topic in topics:
         bounds = topic_admin.bounds(run.kafka, run.topic(topic)).values()
         assert any(low > 0 for low, _end in bounds), topic
@@ -209,7 +203,7 @@ def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> No
     assert (book.unlabelled["labeled"], book.unlabelled["dead_lettered"]) == (1, 4)
     labeler.kill()
     labeler.wait()
-    answer = json.loads(answer_of(run.directory, *run.command("dlq", "redrive", "--json")[4:]).stdout)
+    answer = json.loads(run.said("dlq", "redrive", "--json").stdout)
     assert (len(answer["redriven"]), len(answer["left"])) == (2, 2)
     assert readers.agree().unlabelled["pending"] == len(answer["redriven"])
     send(run, [numbered(number, worker="w9") for number in range(200, 230)], "unlabelled")

@@ -18,7 +18,6 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
-from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
@@ -26,9 +25,9 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 BATCHES = 21
@@ -48,16 +47,12 @@ def grouped(run: RealRun) -> RealRun:
     run.prepare()
     process = run.start("group")
     send(run, "old", BATCHES)
-    book = eventually(lambda: settled(run), 60, "every record in its place", every_s=0.2)
+    settled(run, batches=BATCHES)
+    book = in_both_forms(run)
     process.terminate()
     assert process.wait(300) == 0
     assert (book.batches, book.problems, book.undecided, book.balanced) == (BATCHES, [], [], True)
     return run
-
-
-def settled(run: RealRun) -> Ledger | None:
-    book = in_both_forms(run)
-    return book if book.batches == BATCHES and not book.unread else None
 
 
 def send(run: RealRun, name: str, groups: int) -> None:
@@ -232,7 +227,7 @@ def undecided(run: RealRun) -> list[str]:
 
 
 def rollstream(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, *run.command(*words)[4:])
+    return run.said(*words)
 
 
 # ---------------------------------------------------------------------- records that cannot be read

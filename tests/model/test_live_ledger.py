@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
+from rollstream.pipeline.audit.ledger import LiveLedger, ledger
 from rollstream.pipeline.audit.ledger.live import VERSION
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
@@ -20,6 +20,7 @@ from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
 from tests.support.ledgers import in_both_forms, plain
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -33,14 +34,6 @@ def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
 
 def send(run: RealRun, name: str, groups: int) -> None:
     run.send(rollout(f"{name}{n}", member, policy_version=0) for n in range(groups) for member in range(4))
-
-
-def settled(run: RealRun, batched: int) -> Ledger:
-    def book() -> Ledger | None:
-        books = in_both_forms(run)
-        return books if books.batched == batched and not books.unread else None
-
-    return eventually(book, 90, f"{batched} rollouts in batches", every_s=0.3)
 
 
 def learn(run: RealRun, number: int, use: str, rows: int = 0) -> None:
@@ -91,7 +84,7 @@ class Stored:
 def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun, tmp_path: Path) -> None:
     process = run.start("group")
     send(run, "a", 4)
-    settled(run, 16)
+    settled(run, batched=16)
     process.terminate()
     assert process.wait(300) == 0
     stored = Stored(run, tmp_path / "other" / "file")
@@ -137,7 +130,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
     groupers = [run.start("group", "--ordinal=0"), run.start("group", "--ordinal=1")]
     send(run, "a", 8)
     run.send_bytes("rollouts", b"\xc3\x01 not a record", encode_key("env", "poison"), 0)
-    settled(run, 32)
+    settled(run, batched=32)
     eventually(lambda: "batched 32" in run.log_of(follower), 60, "a line of the ledger that follows")
     follower.kill()
     groupers[0].kill()
@@ -152,7 +145,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
         run.send_bytes(topic, encode(rollout("e", 0)), encode_key("env", "e"), 0)
     in_both_forms(run)
     run.start("group")
-    settled(run, 68)
+    settled(run, batched=68)
     learn(run, 1, "trained", 2)
     assert in_both_forms(run).trained == 2 * len(list(indexed_batches(run.kafka, run.name)))
     learn(run, 2, "skipped", 3)
@@ -168,7 +161,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
 def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
     process = run.start("group")
     send(run, "a", 2)
-    settled(run, 8)
+    settled(run, batched=8)
     process.terminate()
     assert process.wait(300) == 0
 

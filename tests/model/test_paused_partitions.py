@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 from typing import Any
 
 from rollstream.consumers.grouping.config import GroupingConfig
@@ -13,23 +12,12 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Mark, Metrics
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 
-def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, *run.command(*words)[4:])
-
-
-def done(run: RealRun, *words: str) -> str:
-    answer = said(run, *words)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
-
-
 def shown(run: RealRun) -> Any:
-    return json.loads(done(run, "top", "--once", "--json"))
+    return json.loads(run.told("top", "--once", "--json"))
 
 
 def send(run: RealRun, name: str) -> None:
@@ -67,10 +55,10 @@ def test_a_paused_partition_waits_over_restarts_and_others_go_on(real_run: RealR
     before = batched(run)
     assert min(before.values()) > 0, "both partitions have groups"
 
-    assert said(run, "group", "pause", "0").returncode == 2, "a reason is asked for"
-    assert "not 7" in said(run, "group", "pause", "7", "--reason", "x").stderr
-    assert "not paused" in said(run, "group", "resume", "0").stderr
-    assert "until `rollstream role group resume 0" in done(run, "group", "pause", "0", "--reason", "a look at it")
+    assert run.said("group", "pause", "0").returncode == 2, "a reason is asked for"
+    assert "not 7" in run.said("group", "pause", "7", "--reason", "x").stderr
+    assert "not paused" in run.said("group", "resume", "0").stderr
+    assert "until `rollstream role group resume 0" in run.told("group", "pause", "0", "--reason", "a look at it")
     eventually(lambda: '"partition_paused"' in run.log_of(process), 60, "the process pauses")
     send(run, "meanwhile")
     expected = len(on_partition(run, 1))
@@ -88,7 +76,7 @@ def test_a_paused_partition_waits_over_restarts_and_others_go_on(real_run: RealR
     eventually(lambda: reported(run, "lag")[-1] >= waiting and reported(run, "paused")[-1] == 1, 60, "lag on metrics")
     assert (shown(run)["paused"], shown(run)["unread"] >= waiting) == ([0], True)
 
-    done(run, "group", "resume", "0")
+    run.told("group", "resume", "0")
     eventually(lambda: sum(batched(run).values()) == 96, 60, "everything in batches")
     assert shown(run)["paused"] == []
     book = ledger(run.kafka, run.name)
@@ -109,13 +97,13 @@ def test_a_record_that_ends_grouping_stops_its_partition_alone_and_is_skipped_wi
     assert stopped.wait(300) == 2
     place = run.log_of(stopped).rpartition("group skip ")[2].split()[0]
 
-    done(run, "group", "pause", "0", "--reason", f"a mark of newer code at {place}")
+    run.told("group", "pause", "0", "--reason", f"a mark of newer code at {place}")
     process = run.start("group")
     send(run, "x")
     eventually(lambda: batched(run)[1] == len(on_partition(run, 1)) > 0, 60, "the other partition goes on")
     assert batched(run)[0] == 0
-    done(run, "group", "skip", place, "--reason", "nobody here wrote it")
-    done(run, "group", "resume", "0")
+    run.told("group", "skip", place, "--reason", "nobody here wrote it")
+    run.told("group", "resume", "0")
     eventually(lambda: sum(batched(run).values()) == 32, 60, "everything in batches")
     assert process.poll() is None, "it was not started again"
     book = ledger(run.kafka, run.name)

@@ -29,7 +29,6 @@ from rollstream.topics.records import BatchUse, DrainRequest, LearnerStep, Polic
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import random_batch, send_batches
-from tests.support.command_line import answer_of
 from tests.support.late_markers import committed_at_second_look
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun
@@ -85,7 +84,7 @@ def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def rollstream(run: RealRun, *words: str) -> subprocess.CompletedProcess[str]:
-    return answer_of(run.directory, *run.command(*words)[4:])
+    return run.said(*words)
 
 
 def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(real_run: RealRun) -> None:

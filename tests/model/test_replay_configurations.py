@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.tools.replay import replay
 from rollstream.topics.config import TopicsConfig
@@ -14,6 +13,7 @@ from rollstream.topics.records import Mark
 from rollstream.topics.wire.codec import decode
 from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -28,7 +28,7 @@ def group(run: RealRun, batched: int, *names: str) -> None:
     generation = run.grouping.generation
     eventually(lambda: generation in {0, *generations(run)}, 60, f"the mark of generation {generation}")
     run.send(rollout(name, member) for name in names for member in range(4))
-    eventually(lambda: ledger(run.kafka, run.name).batched == batched, 60, f"{batched} rollouts batched", every_s=0.2)
+    settled(run, batched=batched)
     process.terminate()
     assert process.wait(300) == 0, run.log_of(process)
 

@@ -406,7 +406,7 @@ def test_a_pruned_log_is_compared_from_where_it_still_tells_everything(real_run:
     run.start("group")
     run.send(rollout(f"new{n}", member) for n in range(8) for member in range(4))
     batches = eventually(lambda: batches_of(run, 56), 60, "every rollout in a batch")
-    answer = answer_of(run.directory, *run.command("rescore", "--verifier", "judge.py:doubled", "--json")[4:])
+    answer = run.said("rescore", "--verifier", "judge.py:doubled", "--json")
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
     assert report["rewards"]["rescored"] == 32

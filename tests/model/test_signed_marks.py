@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +19,8 @@ from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
-
-
-def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, *run.command(*words)[4:])
 
 
 def new_key(folder: Path, name: str) -> str:
@@ -101,7 +97,7 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
     run.start("group")
     # Two members of a group of four stay open, and a mark of the new version goes to every partition.
     run.publish_version(1)
-    excluded = said(run, "exclude", "--env", "env", "--json")
+    excluded = run.said("exclude", "--env", "env", "--json")
     assert excluded.returncode == 0, excluded.stderr
     drain(run.kafka, run.name, run.grouper)
     with RolloutProducer(signing, run.name) as producer:
@@ -116,7 +112,7 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
     dropped = ledger(run.kafka, run.name).dropped
     assert dropped == {"invalid": forged, "excluded": 4}
     assert verify(run.kafka, run.name).mismatches == []
-    top = json.loads(said(run, "top", "--once", "--json").stdout)
+    top = json.loads(run.said("top", "--once", "--json").stdout)
     assert top["policy_version"] == 1, top
 
     # The tools name the configuration in force now, and the one under which a record got its fate.
@@ -125,9 +121,9 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
     assert (in_force["generation"], in_force["before"]) == (1, 1)
     assert list(in_force["changed"]) == ["exclude_environments"]
     text = f"generation 1, core {CORE_VERSION}, estimator rloo, marks signed, signed environments env"
-    assert text[:70] in said(run, "top", "--once").stdout
+    assert text[:70] in run.said("top", "--once").stdout
     [late, early] = [
-        json.loads(said(run, "lineage", "--rollout", uid, "--json").stdout)[0] for uid in ("late-0", "x0-0")
+        json.loads(run.said("lineage", "--rollout", uid, "--json").stdout)[0] for uid in ("late-0", "x0-0")
     ]
     assert late["children"][-1] == {
         "kind": "configuration", "name": "of generation 1", "core": str(CORE_VERSION), "estimator": "rloo",
@@ -138,6 +134,7 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
 
 MENDING = """
 from tests.support.runs import rollout
+from tests.support.settled import settled
 
 def fix(value, key, headers):
     return rollout("x0", int(value))
@@ -151,10 +148,10 @@ def test_a_letter_is_sent_again_only_with_a_signature_that_its_environment_needs
     run.start("group")
     for member in range(4):
         run.send_bytes("rollouts", b"%d" % member, encode_key("env", "x0"))
-    eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 4, 120, "four letters")
+    settled(run, dead_lettered=4)
     (run.directory / "mending.py").write_text(MENDING)
     redrive = ("dlq", "redrive", "--json", "--fix", str(run.directory / "mending.py"))
-    left = json.loads(said(run, *redrive).stdout)["left"]
+    left = json.loads(run.said(*redrive).stdout)["left"]
     assert len(left) == 4
     assert all("name its private key in kafka.signing_key" in why for why in left.values())
     signing = run.command(*redrive, kafka__signing_key=f"file:{run.directory / 'env.pem'}")[4:]

@@ -1,7 +1,6 @@
 """Runs that somebody may attest: one on a broker, and one whose log was made in memory and lies in an archive alone."""
 
 import itertools
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.testing import GroupingTestDriver
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key, partition_of
+from tests.support.planted import end
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
-from tests.support.waiting import eventually
+from tests.support.settled import settled
 
 GROUPS = 18
 """Groups of four that have both rewards; two more have one reward, and are dropped."""
@@ -37,20 +36,9 @@ def trained_run(run: RealRun) -> RealRun:
     run.send([rollout("open", 0), rollout("x0", 0)])
     assert learner.wait(600) == 0, run.log_of(learner)[-3000:]
 
-    group_all(run, 4 * GROUPS, grouper)
+    settled(run, batched=4 * GROUPS)
+    end(grouper)
     return run
-
-
-def group_all(run: RealRun, batched: int, grouper: "subprocess.Popen[bytes]") -> None:
-    """Wait until so many rollouts are batched and none is unread, and stop the grouping process."""
-
-    def settled() -> bool:
-        book = ledger(run.kafka, run.name)
-        return book.batched == batched and not book.unread
-
-    eventually(lambda: grouper.poll() is not None or settled(), 60, f"{batched} rollouts in batches", every_s=0.3)
-    grouper.terminate()
-    assert grouper.wait(300) == 0, run.log_of(grouper)[-3000:]
 
 
 MADE_GROUPS = 5

@@ -5,7 +5,6 @@ Made by a real grouping process on a real broker; the learner's steps are writte
 
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollstream.consumers.grouping.config import GroupingConfig
@@ -16,8 +15,8 @@ from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mar
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
-from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 POISON = b"\xc3\x01 not a record"
@@ -61,14 +60,14 @@ def plant(run: RealRun) -> Planted:
     run.send_bytes("rollouts", encode(cancelled), encode_key("env", "cancelled"))
     run.send_bytes("rollouts", POISON, encode_key("env", "good0"))
     run.send(rollout("slow", member) for member in range(2))
-    await_settled(run, lambda book: book.dropped.get("group_too_small") == 2 and not book.in_flight)
+    settled(run, in_flight=0, dropped={"duplicate_uid": 1, "group_too_small": 2})
     # The mark of version 5 ends the batch of a replay that keeps the slow group.
     old_s = time.monotonic() + run.grouping.max_batch_age_s
     eventually(lambda: time.monotonic() > old_s, 60, "the age of a batch")
     run.publish_version(5)
     eventually(lambda: len(_marks_of(run, 5)) == run.topics.partitions, 60, "marks of policy version 5")
     run.send(rollout("stale", member) for member in range(4))
-    await_settled(run, lambda book: book.dropped.get("stale_version") == 4 and not book.in_flight)
+    settled(run, in_flight=0, dropped={"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4})
     end(process)
     for read in indexed_batches(run.kafka, run.name):
         planted.batches.append(read.batch)
@@ -80,14 +79,6 @@ def plant(run: RealRun) -> Planted:
 def _marks_of(run: RealRun, version: int) -> list[Mark]:
     values = (decoded(message.value) for message in read_to_end(run.kafka, run.topic("rollouts")))
     return [mark for mark in values if isinstance(mark, Mark) and mark.policy_version == version]
-
-
-def await_settled(run: RealRun, settled: Callable[[Ledger], bool]) -> None:
-    def ready() -> bool:
-        book = in_both_forms(run)
-        return not book.unread and settled(book)
-
-    eventually(ready, 60, f"every record of run {run.name} in its place", every_s=0.3)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -21,14 +21,14 @@ from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
+from rollstream.topics.records import ExcludedBatch, PolicyManifest, Rollout, RolloutMetadata
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key
 from tests.simulation import roles
 from tests.support import role_server
 from tests.support.batches import random_batch, send_batches
-from tests.support.command_line import in_full
+from tests.support.command_line import answer_of, in_full
 
 
 def rollout(example: str = "x", member: int = 0, **changes: object) -> Rollout:
@@ -157,6 +157,16 @@ class RealRun:
         self.processes.append(process)
         return process
 
+    def said(self, *words: str, **settings: object) -> "subprocess.CompletedProcess[str]":
+        """Exit code and output of a command about this run, carried out in this process."""
+        return answer_of(self.directory, *self.command(*words, **settings)[4:])
+
+    def told(self, *words: str, **settings: object) -> str:
+        """Output of a command, which must succeed."""
+        done = self.said(*words, **settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def environment(self) -> dict[str, str]:
         """Variables of the processes that are started here."""
         return role_server.role_environment(*self.python_path)
@@ -200,3 +210,10 @@ def with_batches(run: RealRun, batches: int) -> RealRun:
     provisioning.apply(run.kafka, run.topics, run.name)
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
     return run
+
+
+def exclude(run: RealRun, *batch_ids: str) -> None:
+    """Record that batches are excluded, as the command does."""
+    for batch_id in batch_ids:
+        record = ExcludedBatch(batch_id=batch_id, reason="worker w", generation=1)
+        run.send_bytes("control", encode(record), encode_key("excluded", batch_id))
