@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from confluent_kafka import TopicPartition
 
-from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
@@ -23,14 +22,12 @@ from rollstream.pipeline.command_line.cli import COMMANDS, build_parser
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import ExcludedBatch, LearnerStep, TrainingBatch
-from rollstream.topics.wire.codec import encode
-from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.records import LearnerStep, TrainingBatch
 from rollstream.topics.wire.params_digest import params_digest
 from rollstream.topics.wire.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.probes import scrape
-from tests.support.runs import RealRun, with_batches
+from tests.support.runs import RealRun, exclude, with_batches
 from tests.support.waiting import eventually
 
 SETTINGS = {
@@ -342,12 +339,6 @@ def test_a_step_without_a_token_to_train_on_is_an_error_that_says_why(real_run: 
     assert parser.parse_args(excludes).offsets == ["P:A-B"]
 
 
-def exclude(run: RealRun, *batch_ids: str) -> None:
-    for batch_id in batch_ids:
-        record = ExcludedBatch(batch_id=batch_id, reason="worker w", generation=1)
-        run.send_bytes("control", encode(record), encode_key("excluded", batch_id))
-
-
 @pytest.mark.long
 def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(real_run: RealRun) -> None:
     """A killed learner repeats its steps with the batches on record, whatever was excluded before or after them."""
@@ -374,13 +365,3 @@ def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(rea
     trained = [u.batch_id for step in sorted(steps) for u in steps[step].uses if u.use == "trained"]
     assert [int(batch_id[2:]) for batch_id in trained] == [0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14]
     assert (steps[6].trained_total, steps[6].skipped_total) == (6 * 32, 3 * 16)
-
-
-def test_a_learner_hears_of_exclusions_while_it_runs(real_run: RealRun) -> None:
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    real_run.send_bytes("control", b"whatever", encode_key("pause", "env"))
-    exclude(real_run, "0-1")
-    with Exclusions(real_run.kafka, real_run.name) as exclusions:
-        assert [exclusions.reason(name) for name in ("0-0", "0-1")] == ["", "excluded: worker w"]
-        exclude(real_run, "0-0")
-        eventually(lambda: exclusions.reason("0-0") == "excluded: worker w", 60, "the exclusion to be heard of")

@@ -16,6 +16,8 @@ import pytest
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.run_index import RunIndex
+from rollstream.pipeline.index.writer import index_file
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.ui.beside_run import RunPage
@@ -25,6 +27,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.records import EnvironmentState, MixtureState, PausedEnvironment, SessionEvent
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from tests.support.command_line import answer_of
 from tests.support.page import PageClient
 from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout
@@ -85,8 +88,7 @@ def page(run: RealRun) -> PageClient:
 
 def command(run: RealRun, *words: str) -> object:
     """JSON that a command prints."""
-    done = subprocess.run(run.command(*words, "--json"), capture_output=True, text=True, check=False, timeout=300)
-    return json.loads(done.stdout)
+    return json.loads(run.said(*words, "--json").stdout)
 
 
 def of_run(page: PageClient, run: RealRun, path: str) -> Any:
@@ -180,35 +182,34 @@ def test_groups_drops_and_versions_add_up_to_what_the_tools_count(run: RealRun, 
     assert {"grpo", "rloo"} <= {estimator["name"] for estimator in estimators}
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "named"),
-    [
-        ("rollouts?limit=many", 400, "limit"),
-        ("rollouts?skip=-1", 400, "skip"),
-        ("rollouts?version=1.5", 400, "version"),
-        ("rollouts?reward_min=nan", 400, "reward_min"),
-        ("rollouts?fate=eaten", 400, "fate"),
-        ("rollouts?order=random", 400, "order"),
-        ("rollouts?after=nonsense", 400, "cursor"),
-        ("rollouts?version=99999999999999999999", 400, "version"),
-        ("groups?zero_variance=perhaps", 400, "zero_variance"),
-        ("drops?buckets=0", 400, "buckets"),
-        ("rollouts/0/x", 400, "offset"),
-        ("rollouts/0/999999", 404, "999999"),
-        ("rollouts/77/0", 404, "77"),
-        ("ledger/offsets?fate=gone", 400, "fate"),
-        ("dead-letters?after=9:9", 400, "after"),
-        ("sessions/none", 404, "session"),
-    ],
+REFUSED = (
+    ("rollouts?limit=many", 400, "limit"),
+    ("rollouts?skip=-1", 400, "skip"),
+    ("rollouts?version=1.5", 400, "version"),
+    ("rollouts?reward_min=nan", 400, "reward_min"),
+    ("rollouts?fate=eaten", 400, "fate"),
+    ("rollouts?order=random", 400, "order"),
+    ("rollouts?after=nonsense", 400, "cursor"),
+    ("rollouts?version=99999999999999999999", 400, "version"),
+    ("groups?zero_variance=perhaps", 400, "zero_variance"),
+    ("drops?buckets=0", 400, "buckets"),
+    ("rollouts/0/x", 400, "offset"),
+    ("rollouts/0/999999", 404, "999999"),
+    ("rollouts/77/0", 404, "77"),
+    ("ledger/offsets?fate=gone", 400, "fate"),
+    ("dead-letters?after=9:9", 400, "after"),
+    ("sessions/none", 404, "session"),
 )
-def test_a_parameter_that_cannot_be_used_is_told_with_a_remedy(
-    run: RealRun, indexed: PageClient, path: str, status: int, named: str
-) -> None:
-    answer = indexed.get(f"/api/runs/{run.name}/{path}")
-    assert answer.status == status, answer.body
-    assert named in answer.json["error"] + answer.json.get("remedy", "")
-    if status == 400:
-        assert answer.json["remedy"]
+
+
+def test_a_parameter_that_cannot_be_used_is_told_with_a_remedy(run: RealRun, indexed: PageClient) -> None:
+    for path, status, named in REFUSED:
+        answer = indexed.get(f"/api/runs/{run.name}/{path}")
+        assert answer.status == status, answer.body
+        assert answer.json.get("remedy") or status != 400
+        assert named in answer.json["error"] + answer.json.get("remedy", "")
+    refused = indexed.get("/api/events")
+    assert (refused.status, "run=NAME" in refused.json["remedy"]) == (400, True)
 
 
 def test_texts_of_a_run_travel_as_json_and_never_as_a_page(run: RealRun, indexed: PageClient) -> None:
@@ -280,8 +281,7 @@ def test_a_mixture_has_the_weights_and_pauses_that_were_recorded(run: RealRun, p
         (row,) = worker["environments"]
         return row["weight"], row["paused"]
 
-    weigh = run.command("environment", "weigh", "env=4")
-    subprocess.run(weigh, check=True, capture_output=True, timeout=300)
+    assert run.said("environment", "weigh", "env=4").returncode == 0
     # The page keeps its answer for some seconds.
     eventually(lambda: weight() == (4.0, False), 60, "the recorded weight")
     # The command refuses to pause the only environment of a run.
@@ -316,11 +316,6 @@ def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> N
             report[name] = value["value"]
     assert report["overview"]["live"]
     assert set(report["changed"]) >= {"rollouts", "steps", "versions", "dead_letters"}
-
-
-def test_events_of_no_run_are_refused(page: PageClient) -> None:
-    refused = page.get("/api/events")
-    assert (refused.status, "run=NAME" in refused.json["remedy"]) == (400, True)
 
 
 def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:
@@ -365,11 +360,28 @@ def test_several_runs_of_an_archive_are_shown_without_a_broker(
 
 
 def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RealRun) -> None:
-    done = subprocess.run(
-        [*run.command("ui"), "--run", "nowhere"], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = answer_of(run.directory, *run.command("ui")[4:], "--run", "nowhere")
     assert done.returncode == 2
     assert "there is no run nowhere, but " in done.stderr
+
+
+def test_commands_answer_as_users_start_them_several_at_once_and_while_a_page_fills_the_index(
+    planted: Planted, tmp_path: Path
+) -> None:
+    run, batch = replace(planted.run, directory=tmp_path), planted.batches[0]
+    config = RunConfig(run=run.name, kafka=run.kafka, data_dir=tmp_path)
+    file = index_file(config)
+    for words in (("lineage", "--rollout", batch.uids[0]), ("show", batch.uids[0]), ("lineage", "--policy", "6")):
+        file.unlink(missing_ok=True)
+        command = run.command(*words, "--json")
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=run.directory) for _ in range(2)]
+        answers = [process.communicate(timeout=300)[0] for process in both]
+        assert [process.returncode for process in both] == [0, 0]
+        file.unlink()
+        with RunIndex.open(config):  # It owns the index, and has not read anything.
+            again = answer_of(run.directory, *command[4:])
+        assert again.returncode == 0, again.stderr
+        assert answers == [again.stdout.encode()] * 2
 
 
 def test_the_page_beside_a_run_says_where_it_is_and_its_failure_is_not_that_of_the_run(run: RealRun) -> None:

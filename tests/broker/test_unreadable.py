@@ -1,14 +1,20 @@
 """Records that a client cannot decompress within its limit: each is returned as unreadable, at its own offset, and the
 records after them are read."""
 
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 from confluent_kafka.admin import NewTopic
 
+from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.catalogue import spec_of
+from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 
 
 @pytest.fixture
@@ -55,28 +61,17 @@ def test_a_batch_that_cannot_be_read_is_as_many_records_as_it_has_and_no_more(
     assert all(message.key is None and message.headers == () for message in read if message.value is None)
 
 
-@pytest.mark.parametrize("compression", ["gzip", "lz4", "snappy"])
-def test_a_bomb_of_another_compression_is_as_unreadable_as_one_of_zstd(
-    kafka: KafkaConfig, run_name: str, compression: str
+def test_bombs_of_every_compression_are_unreadable_from_their_middle_on_and_at_the_end_of_a_log(
+    kafka: KafkaConfig, run_name: str
 ) -> None:
-    send(kafka, run_name, [b"first"], compression)
-    send(kafka, run_name, [bytes(48_000_000)], compression)
-    send(kafka, run_name, [b"last"], compression)
-    values = [message.value for message in read_to_end(kafka, run_name)]
-    assert [value and len(value) for value in values] == [5, None, 4]
-
-
-def test_a_log_that_ends_with_what_cannot_be_read_ends(kafka: KafkaConfig, run_name: str) -> None:
-    send(kafka, run_name, [b"first"])
-    send(kafka, run_name, [bytes(40_000_000)])
-    assert [message.value for message in read_to_end(kafka, run_name)] == [b"first", None]
-
-
-def test_reading_from_the_middle_of_such_a_batch_begins_there(kafka: KafkaConfig, run_name: str) -> None:
+    for compression in ("gzip", "lz4", "snappy"):
+        send(kafka, run_name, [b"first"], compression)
+        send(kafka, run_name, [bytes(48_000_000)], compression)
+    assert [message.value for message in read_to_end(kafka, run_name)] == [b"first", None] * 3
     send(kafka, run_name, [bytes(4_000_000)] * 9)
     send(kafka, run_name, [b"last"])
-    read = list(read_to_end(kafka, run_name, start=7))
-    assert [(message.offset, message.value) for message in read] == [(7, None), (8, None), (9, b"last")]
+    read = list(read_to_end(kafka, run_name, start=13))
+    assert [(message.offset, message.value) for message in read] == [(13, None), (14, None), (15, b"last")]
 
 
 def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: KafkaConfig, run_name: str) -> None:
@@ -90,3 +85,37 @@ def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: Kafka
         send(kafka, run_name, [value])
     # Compare hashes, because pytest would show megabytes of a difference.
     assert [hash(message.value) for message in read_to_end(kafka, run_name)] == [hash(v) for v in values]
+
+
+@pytest.mark.parametrize("compression", ["gzip", pytest.param("lz4", marks=pytest.mark.long)])
+def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client_may_take(
+    real_run: RealRun, compression: str
+) -> None:
+    real_run.topics, real_run.grouping = (
+        TopicsConfig(partitions=1),
+        GroupingConfig(batch_rollouts=4, max_batch_age_s=2.0),
+    )
+    run = real_run.prepare()
+    process = run.start("group")
+    run.send(rollout("before", member) for member in range(4))
+    settled(run, batched=4)
+    before = peak_bytes(process)
+    producer = clients.producer(
+        run.kafka,
+        **{"compression.type": compression, "message.max.bytes": 100_000_000, "queue.buffering.max.kbytes": 200_000},
+    )
+    for _ in range(3):
+        producer.produce(run.topic("rollouts"), bytes(96_000_000), partition=0)
+        assert producer.flush(120) == 0
+    run.send(rollout("behind", member) for member in range(4))
+    book = settled(run, batched=8)
+    assert book.dead_lettered == 3
+    assert book.problems == []
+    assert '"event": "record_unreadable"' in run.log_of(process)
+    assert peak_bytes(process) - before < 64_000_000
+
+
+def peak_bytes(process: "subprocess.Popen[bytes]") -> int:
+    """Peak memory of a process so far."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -5,27 +5,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
-from threading import Timer
 
-import numpy as np
 import pytest
 
-from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.consumers.weights.shard_barrier import LeadBarrier, ShardMissing
-from rollstream.consumers.weights.shard_member import ShardMember
-from rollstream.consumers.weights.shards import Offer, Plan
-from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.keys import decode_key
 from rollstream.topics.wire.params_digest import params_digest
-from tests.support.channels import memory_channels
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 from tests.support.weights_child import params_of
@@ -71,14 +59,14 @@ class Team:
         self.children.clear()
 
 
-@pytest.fixture(params=["log", "files"])
+@pytest.fixture(params=["log", pytest.param("files", marks=pytest.mark.long)])
 def team(request: pytest.FixtureRequest, run: RealRun, tmp_path: Path) -> Iterator[Team]:
     team = Team(run, str(tmp_path / "weights") if request.param == "files" else "")
     yield team
     team.stop()
 
 
-def live(run: RealRun, url: str) -> set[object]:
+def live(run: RealRun, url: str = "") -> set[object]:
     """Chunks on the topic that are no tombstones, and files."""
     last = {record.key: record.value for record in read_to_end(run.kafka, run.topic("weights"))}
     files = {str(path) for path in Path(url).glob("*/*/*")} if url else set()
@@ -161,67 +149,3 @@ def test_a_version_whose_lead_dies_after_the_barrier_does_not_exist(team: Team, 
     assert list(team.answer(0)[0]) == list(team.answer(1)[0]) == [0, 1]
     assert followed(run, 1) == (1, params_digest(params_of(1)))
     assert live(run, team.url) == named(run, range(2))
-
-
-def test_a_process_of_an_earlier_lead_adds_nothing_to_a_version(run: RealRun) -> None:
-    """The earlier process sends its chunks, and reports them, while its successor sends those of the same version."""
-    config = WeightsConfig(chunk_bytes=1000, shards_timeout_s=LONG_S)
-    of_lead, of_member = memory_channels(2)
-    mine, theirs = ({name: np.full(1000, value, "<f4")} for name, value in (("a", 1), ("b", 2)))
-    with ThreadPoolExecutor(2) as pool, closing(StepLog(run.kafka, run.name, "default")) as log:
-        with closing(ShardMember(run.kafka, run.name, config, of_member)) as stale:
-            before = LeadBarrier(of_lead, "before", LONG_S)
-            before.begin(0, -1)
-            late = pool.submit(stale.contribute, {"b": np.full(1000, 9, "<f4")})
-            assert before.offers(Offer(full_bytes=0))[1].full_bytes == 4000
-            publisher = WeightsPublisher(run.kafka, run.name, "default", "{}", config, channel=of_lead)
-            before.plan(Plan(delta=False, files=False, first_chunks=(0, 4)))
-            assert late.result(600) == 0
-        with closing(ShardMember(run.kafka, run.name, config, of_member)) as member:
-            sent = pool.submit(member.contribute, theirs)
-            manifest = publisher.stage(0, mine)
-            assert sent.result(600) == 0
-        log.commit([publisher.record(manifest)])
-        publisher.committed(manifest)
-        publisher.close()
-    assert followed(run, 0) == (0, params_digest(mine | theirs))
-    assert {epoch for _version, epoch, _index in live(run, "")} == {"before", manifest.epoch}  # type: ignore[misc]
-    with closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config)):
-        assert live(run, "") == named(run, range(1)), "the next publisher removes what it left"
-
-
-def test_the_wait_for_a_late_process_is_told_as_such(run: RealRun) -> None:
-    config = WeightsConfig(chunk_bytes=1000, shards_timeout_s=LONG_S)
-    of_lead, of_member = memory_channels(2)
-    with (
-        closing(StepLog(run.kafka, run.name, "default")),
-        closing(ShardMember(run.kafka, run.name, config, of_member)) as member,
-        closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config, channel=of_lead)) as publisher,
-    ):
-        late = Timer(3.0, member.contribute, [{"b": np.ones(1000, "<f4")}])
-        late.start()
-        figures = publisher.stage(0, {"a": np.ones(1000, "<f4")}).figures
-        late.join(600)
-    assert figures["barrier_s"] > 1.0
-    assert max(figures["compare_s"], figures["send_s"]) < figures["barrier_s"]
-
-
-def test_the_lead_hears_at_once_that_a_process_cannot_send(run: RealRun) -> None:
-    config = WeightsConfig(chunk_bytes=1000, shards_timeout_s=LONG_S)
-    of_lead, of_member = memory_channels(2)
-    arrays = {"b": np.zeros(1000, "<f4")}
-    with (
-        ThreadPoolExecutor(1) as pool,
-        closing(StepLog(run.kafka, run.name, "default")),
-        closing(ShardMember(run.kafka, run.name, config, of_member)) as member,
-        closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config, channel=of_lead)) as publisher,
-    ):
-        failing = pool.submit(member.contribute, {"b": np.array([object()])})
-        with pytest.raises(ShardMissing, match=r"version 0 .* process 1 of the learner failed to send its tensors: "):
-            publisher.stage(0, arrays)
-        assert failing.exception(600) is not None
-        assert not isinstance(failing.exception(), DeliveryError)
-        # The team may go on: the version was begun, and does not exist.
-        again = pool.submit(member.contribute, {"b": np.ones(1000, "<f4")})
-        assert publisher.stage(0, {"a": arrays["b"]}).version == 0
-        assert again.result(600) == 0

@@ -20,8 +20,7 @@ from rollstream.topics.records import Mark, Metrics
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.model.test_journal_tailer import ROLLOUTS, entry, step
-from tests.support.command_line import answer_of
-from tests.support.runs import RealRun, rollout
+from tests.support.runs import RealRun, exclude, rollout
 from tests.support.waiting import eventually
 
 BAD = (b"junk", None, encode(Mark(kind="drain")), encode(rollout())[:40])
@@ -120,11 +119,14 @@ def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> Non
         eventually(lambda: index.poll(0.1) is None and index.at_end, 60, "the index to its end")
         assert index.skipped.total == 4
     assert [indexed.batch_id for indexed in index_between(run.kafka, run.name, 0, 1000).values()] == [entry(4).batch_id]
+    exclude(run, "0-1")
     with Exclusions(run.kafka, run.name) as exclusions:
-        assert exclusions.reason("0-0") == ""
+        assert [exclusions.reason(name) for name in ("0-0", "0-1")] == ["", "excluded: worker w"]
         assert [s.offset for s in exclusions.skipped.first] == list(range(9))
         spoil(run, "control", (b"junk",))
         assert eventually(lambda: exclusions.reason("0-0") or exclusions.skipped.total == 10, 60, "one more")
+        exclude(run, "0-0")
+        eventually(lambda: exclusions.reason("0-0") == "excluded: worker w", 60, "the exclusion to be heard of")
     assert read_steps(run.kafka, run.name, "default") == {}
     assert read_steps(run.kafka, run.name, "main").keys() == {1}
 
@@ -132,6 +134,6 @@ def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> Non
 def test_top_shows_a_run_with_bad_records_and_how_many_they_are(real_run: RealRun) -> None:
     run = real_run.prepare()
     spoil(run, "steps")
-    done = answer_of(run.directory, *run.command("top", "--once")[4:])
+    done = run.said("top", "--once")
     assert done.returncode == 0, done.stderr
     assert "4 unreadable" in done.stdout

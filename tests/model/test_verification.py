@@ -9,12 +9,11 @@ from rollstream.pipeline.audit.verification import index_of, verify
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.wire.codec import decode, encode
-from rollstream.topics.wire.keys import encode_key
-from tests.support.batches import index_entry, patient
-from tests.support.command_line import answer_of
-from tests.support.planted import await_settled, end
+from rollstream.topics.wire.codec import decode
+from tests.support.batches import patient
+from tests.support.planted import end
 from tests.support.runs import RealRun, rollout, with_batches
+from tests.support.settled import settled
 
 
 def grouped(run: RealRun) -> list[str]:
@@ -22,27 +21,14 @@ def grouped(run: RealRun) -> list[str]:
     run.prepare()
     process = run.start("group")
     run.send(rollout(f"x{n}", member) for n in range(16) for member in range(4))
-    await_settled(run, lambda book: book.batched == 64)
+    settled(run, batched=64)
     end(process)
     return list(index_of(run.kafka, run.name))
 
 
 def verify_command(run: RealRun, *words: str) -> tuple[int, str]:
-    answer = answer_of(run.directory, *run.command("verify", *words)[4:])
+    answer = run.said("verify", *words)
     return answer.returncode, answer.stdout
-
-
-@pytest.mark.long  # a planted lie says the same of a run over the model
-def test_a_batch_that_only_the_index_names_is_a_difference_of_the_whole_run_and_by_name(real_run: RealRun) -> None:
-    names = grouped(real_run)
-    assert verify(real_run.kafka, real_run.name).mismatches == []
-    entry = index_entry(90)
-    real_run.send_bytes("batch-index", encode(entry), encode_key(entry.batch_id), 0)
-    difference = "batch 0-90: the index names it, but the journal does not"
-    assert verify(real_run.kafka, real_run.name, only=["0-90"]).mismatches == [difference]
-    whole = verify(real_run.kafka, real_run.name)
-    assert (whole.batches, whole.unverifiable, whole.mismatches) == (len(names), 0, [difference])
-    assert verify_command(real_run)[0] == 1
 
 
 def test_batches_of_a_partition_without_journal_are_unverifiable(real_run: RealRun) -> None:

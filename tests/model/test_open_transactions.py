@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.dlq import read
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 POISON = b"\xc3\x01 not a record"
@@ -55,8 +55,7 @@ def test_letters_of_a_partition_are_seen_and_sent_while_a_transaction_hides_thos
     with run.open_transaction("dead-letters"):
         run.start("group")
         run.send_bytes("rollouts", POISON, encode_key("env", "x"), 1)
-        eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 1, 60, "the poison to be read")
-        book = ledger(run.kafka, run.name)
+        book = settled(run, dead_lettered=1)
         assert (book.problems, book.undecided) == ([], [])
         [letter] = read(run.kafka, run.name)
         assert (letter.name, letter.partition, letter.value) == ("1:0", 1, POISON)

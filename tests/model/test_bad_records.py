@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,13 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
-from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka import clients
 from rollstream.topics.records import Mark, NamedArray, SamplingParams
-from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
-from tests.support.waiting import eventually
+from tests.support.settled import settled
 
 
 @pytest.fixture
@@ -44,21 +39,6 @@ def mark(run: RealRun, wanted: Mark) -> None:
     run.send_bytes("rollouts", encode(wanted), encode_key("mark", wanted.kind), 0)
 
 
-def read(run: RealRun, **expected: object) -> Ledger:
-    """The ledger, once everything is read and it is as expected."""
-
-    def now() -> Ledger | None:
-        book = ledger(run.kafka, run.name)
-        same = all(getattr(book, name) == value for name, value in expected.items())
-        return book if same and not book.unread else None
-
-    return eventually(now, 60, f"the ledger of {run.name} has {expected}", every_s=0.2)
-
-
-def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, *run.command(*words)[4:])
-
-
 def group(run: RealRun, example: str, members: int = 4) -> None:
     run.send(rollout(example, member) for member in range(members))
 
@@ -77,39 +57,10 @@ def test_records_that_ended_every_grouping_process_are_invalid_and_the_run_goes_
     mark(run, configured(batch_bytes=2**40))
     group(run, "good")
     run.start("group")
-    book = read(run, batched=4)
+    book = settled(run, batched=4)
     assert book.dropped == {"invalid": 9}
     assert book.problems == []
     assert verify(run.kafka, run.name).mismatches == []
-
-
-@pytest.mark.parametrize("compression", ["gzip", pytest.param("lz4", marks=pytest.mark.long)])
-def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client_may_take(
-    run: RealRun, compression: str
-) -> None:
-    process = run.start("group")
-    group(run, "before")
-    read(run, batched=4)
-    before = peak_bytes(process)
-    producer = clients.producer(
-        run.kafka,
-        **{"compression.type": compression, "message.max.bytes": 100_000_000, "queue.buffering.max.kbytes": 200_000},
-    )
-    for _ in range(3):
-        producer.produce(topic_name(run.name, "rollouts"), bytes(96_000_000), partition=0)
-        assert producer.flush(120) == 0
-    group(run, "behind")
-    book = read(run, batched=8)
-    assert book.dead_lettered == 3
-    assert book.problems == []
-    assert '"event": "record_unreadable"' in run.log_of(process)
-    assert peak_bytes(process) - before < 64_000_000
-
-
-def peak_bytes(process: "subprocess.Popen[bytes]") -> int:
-    """Peak memory of a process so far."""
-    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 MAKER = """
@@ -145,29 +96,29 @@ def test_records_that_end_grouping_at_every_start_are_skipped_on_the_record(
             stopped = run.start("group", **makers)
             assert stopped.wait(60) == (1 if places else 2), "an error of the maker has a traceback"
         places.append(run.log_of(stopped).rpartition("skip the record: `rollstream role group skip ")[2].split()[0])
-        assert said(run, "group", "skip", places[-1]).returncode == 2, "a reason is asked for"
-        assert "there is no record 900 yet" in said(run, "group", "skip", "0:900", "--reason", "x").stderr
-        skipped = said(run, "group", "skip", places[-1], "--reason", f"reason {len(places)}")
+        assert run.said("group", "skip", places[-1]).returncode == 2, "a reason is asked for"
+        assert "there is no record 900 yet" in run.said("group", "skip", "0:900", "--reason", "x").stderr
+        skipped = run.said("group", "skip", places[-1], "--reason", f"reason {len(places)}")
         assert skipped.returncode == 0, skipped.stderr
     assert places == ["0:4", "0:8"]
 
     going = run.start("group", **makers)
-    read(run, batched=4, dead_lettered=2, in_flight=5)
+    settled(run, batched=4, dead_lettered=2, in_flight=5)
     going.send_signal(signal.SIGKILL)
     going.wait()
     run.start("group", **makers)
     run.send(rollout("before", member) for member in (2, 3))
-    book = read(run, batched=8, dead_lettered=2, in_flight=3)
+    book = settled(run, batched=8, dead_lettered=2, in_flight=3)
     assert (book.dropped, book.problems) == ({}, [])
     verification = verify(run.kafka, run.name, [MINE])
     assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 0)
     settings = ("--set", f'grouper.makers=["{MINE}"]', "--set", "grouping.batch_rollouts=8")
-    replayed = json.loads(said(run, "replay", *settings, "--json").stdout)["replayed"]
+    replayed = json.loads(run.said("replay", *settings, "--json").stdout)["replayed"]
     assert [replayed[name] for name in ("rollouts", "in_flight", "dropped")] == [8, 3, {}]
-    letters = json.loads(said(run, "dlq", "ls", "--json").stdout)
+    letters = json.loads(run.said("dlq", "ls", "--json").stdout)
     assert [(letter["offset"], letter["reason"]) for letter in letters] == [
         (4, "skipped: reason 1"),
         (8, "skipped: reason 2"),
     ]
-    late = said(run, "group", "skip", places[0], "--reason", "again")
+    late = run.said("group", "skip", places[0], "--reason", "again")
     assert (late.returncode, "was read up to" in late.stderr) == (2, True)

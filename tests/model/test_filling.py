@@ -1,5 +1,4 @@
-"""Trajectories on a real broker: sent in order, filled into buffers from their positions on, pruned once they are
-read, and all of them in the ledger."""
+"""Buffers filled with trajectories: pruned is what they have read, and kill -9 at any moment repeats nothing."""
 
 import json
 import os
@@ -11,22 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from confluent_kafka import TopicPartition
 
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
-from rollstream.consumers.labeling.positions import SOURCE
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.wire.keys import encode_key, partition_of
-from tests.model.test_trajectories import Kept, of_two
-from tests.support.command_line import answer_of
+from rollstream.topics.kafka import topic_admin
+from tests.model.test_trajectories import of_two
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 from tests.support.trajectories import numbered
-from tests.support.trajectory_runs import for_trajectories, labeled_of, messages, position, send
+from tests.support.trajectory_runs import for_trajectories, labeled_of, position, send
 from tests.support.waiting import eventually
 
 
@@ -43,11 +37,12 @@ def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def asked(run: RealRun, *words: str) -> dict[str, Any]:
     """Answer of a command of rollstream."""
-    done = answer_of(run.directory, *run.command(*words, "--json")[4:])
+    done = run.said(*words, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@pytest.mark.kafka
 @pytest.mark.long
 def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run: RealRun, tmp_path: Path) -> None:
     send(run, of_two(range(1, 10)), "unlabelled")
@@ -88,80 +83,11 @@ def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run:
     eventually(lambda: len(labeled_of(run)) == 6 + 4, 60, "labeling goes on where it was")
 
 
-@pytest.mark.long  # planted lies say it over the model
-def test_the_ledger_says_what_became_of_unlabelled_and_how_far_fillers_have_read(run: RealRun) -> None:
-    send(run, [numbered(number) for number in (10, 11, 12, 13, 55)], "unlabelled")
-    run.send_bytes("unlabelled", b"no trajectory", b"key", partition=1)
-    labeler = run.start("label", "tests.support.trajectories:double")
-    eventually(lambda: len(list(messages(run, "dead-letters"))) == 2, 60, "two are refused")
-    eventually(lambda: len(labeled_of(run)) == 3, 60, "three are labeled")
-    labeler.terminate()
-    assert labeler.wait(300) == 0
-    send(run, [numbered(number) for number in range(20, 24)], "unlabelled")
-    filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
-    filler.fill(300)
-    filler.close()
-    send(run, of_two(range(30, 32)))
-    run.send_bytes("trajectories", b"no trajectory", b"key")
-    book = asked(run, "ledger")
-    fates = {"labeled": 3, "left_out": 1, "dead_lettered": 2, "pending": 4, "undecided": 0, "pruned": 0}
-    assert book["unlabelled"] == {"produced": 10, **fates}
-    assert (book["trajectories"]["records"], book["trajectories"]["fillers"]["default"]["waiting"]) == (6, 3)
-    assert book["trajectories"]["fillers"]["default"]["positions"] == {
-        str(p): offset for p, offset in position(run, "filler-default", "trajectories").items()
-    }
-    assert (book["balanced"], book["records_skipped"]) == (True, 1)
-
-    # A record that an open transaction may have labeled is neither pending nor labeled.
-    partition = partition_of(encode_key("cart", "w0"), run.topics.partitions)
-    first_pending = position(run, "labeller", "unlabelled")[partition]
-    with run.open_transaction("metrics") as producer:
-        headers = {SOURCE: f"{partition}:{first_pending}"}
-        producer.produce(run.topic("trajectories"), b"labeled", b"key", partition, headers=headers)
-        producer.flush(120)
-        open_book = ledger(run.kafka, run.name)
-        assert open_book.balanced
-        assert open_book.undecided[0].startswith(f"label of unlabelled[{partition}] offset {first_pending}: a trans")
-        assert open_book.unlabelled == book["unlabelled"] | {"pending": 3, "undecided": 1}
-
-    # LabelingCounts outlive what was pruned, and a trajectory that is lost is a problem.
-    assert prune(run, "--yes")["unlabelled", partition]["offsets"] > 0
-    after = ledger(run.kafka, run.name)
-    assert after.unlabelled == book["unlabelled"] | {"pruned": 6}
-    assert after.balanced, after.problems
-
-
-def test_the_ledger_names_a_labeled_trajectory_that_is_lost(run: RealRun) -> None:
-    send(run, [numbered(number) for number in range(1, 6)], "unlabelled")
-    labeler = run.start("label", "tests.support.trajectories:double")
-    eventually(lambda: len(labeled_of(run)) == 5, 60, "they are labeled")
-    labeler.terminate()
-    labeler.wait()
-    filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
-    partition = partition_of(encode_key("cart", "w0"), run.topics.partitions)
-    # Transaction markers lie between them, and their number varies.
-    third = [message.offset for message in messages(run, "trajectories")][2]
-    client = clients.admin(run.kafka)
-    for future in client.delete_records([TopicPartition(run.topic("trajectories"), partition, third)]).values():
-        future.result(300)
-    book = ledger(run.kafka, run.name)
-    assert not book.balanced
-    assert book.problems == [
-        f"unlabelled[{partition}]: 3 records are labeled according to the topics, but 5 according to the counts "
-        "committed with the position",
-        f"unlabelled[{partition}]: 2 records are left out according to the topics, but 0 according to the counts "
-        "committed with the position",
-        f"trajectories[{partition}] begins at offset {third}, and filler default has read up to 0: {third} offsets "
-        "were deleted unread",
-    ]
-    filler.close()
-
-
 FILL = """
 import sys
 from pathlib import Path
 
-from tests.broker.test_trajectories import filled
+from tests.model.test_filling import filled
 
 filled(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
 """
@@ -182,6 +108,7 @@ def filled(bootstrap_servers: str, run: str, directory: Path) -> dict[str, Any]:
         }
 
 
+@pytest.mark.kafka
 @pytest.mark.long
 def test_buffers_killed_while_they_are_filled_are_in_the_end_as_if_they_had_not_been(
     run: RealRun, tmp_path: Path

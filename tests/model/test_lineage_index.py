@@ -1,6 +1,5 @@
 """Lineage by the index of a run goes on with what is new, whatever happened to the index or the log."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import Fate, RolloutPlace, indexed_run
 from rollstream.pipeline.index.lineage import record_lineage
-from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import index_file
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import provisioning, topic_admin
@@ -31,6 +29,7 @@ def config_of(run: RealRun) -> RunConfig:
     return RunConfig(run=run.name, kafka=run.kafka, data_dir=run.directory)
 
 
+@pytest.mark.kafka
 @pytest.mark.long
 def test_an_index_goes_on_with_what_is_new(real_run: RealRun) -> None:
     run, other = real_run, plant(real_run)
@@ -64,22 +63,6 @@ def test_an_index_goes_on_with_what_is_new(real_run: RealRun) -> None:
     provisioning.apply(run.kafka, run.topics, run.name)
     with indexed_run(config_of(run)) as view:
         assert view.steps() == []
-
-
-def test_commands_answer_as_users_start_them_several_at_once_and_while_a_page_fills_the_index(planted: Planted) -> None:
-    run, batch = planted.run, planted.batches[0]
-    file = index_file(config_of(run))
-    for words in (("lineage", "--rollout", batch.uids[0]), ("show", batch.uids[0]), ("lineage", "--policy", "6")):
-        file.unlink(missing_ok=True)
-        command = run.command(*words, "--json")
-        both = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=run.directory) for _ in range(2)]
-        answers = [process.communicate(timeout=300)[0] for process in both]
-        assert [process.returncode for process in both] == [0, 0]
-        file.unlink()
-        with RunIndex.open(config_of(run)):  # It owns the index, and has not read anything.
-            again = answer_of(run.directory, *command[4:])
-        assert again.returncode == 0, again.stderr
-        assert answers == [again.stdout.encode()] * 2
 
 
 def test_an_index_that_cannot_be_written_names_what_can_be_done(planted: Planted, tmp_path: Path) -> None:

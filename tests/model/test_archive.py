@@ -18,7 +18,7 @@ from rollstream.consumers.archive.writer import records
 from rollstream.consumers.files.stores import LocalStore, Store, open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import recover
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.topics.errors import StateRefused
@@ -30,8 +30,8 @@ from rollstream.topics.wire.catalogue import PRUNED, topic_name
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key
 from tests.support.batches import indexed_batches
-from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 Held = dict[str, list[ArchivedRecord]]
@@ -79,12 +79,6 @@ def steps_as(held: Held, name: str) -> Held:
     }
 
 
-def ask(run: RealRun, *words: str) -> str:
-    done = answer_of(run.directory, *run.command(*words)[4:])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def made(run: RealRun) -> list[TrainingBatch]:
     """Make a run at rest: nine groups batched, one without variance, a duplicate, a dead letter, a step."""
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5)
@@ -95,11 +89,7 @@ def made(run: RealRun) -> list[TrainingBatch]:
     run.send(rollout("same", member, reward=1.0) for member in range(4))
     run.send_bytes("rollouts", b"\xc3\x01 not a record", encode_key("env", "x0"))
 
-    def settled() -> bool:
-        book = ledger(run.kafka, run.name)
-        return book.batched == 36 and not book.unread and not book.in_flight
-
-    eventually(settled, 60, "every record in its place", every_s=0.3)
+    settled(run, batched=36, in_flight=0)
     process.terminate()
     assert process.wait(300) == 0
     batches = [read.batch for read in indexed_batches(run.kafka, run.name)]
@@ -138,14 +128,14 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     assert sent > 200
     (store.root / f"run={real_run.name}" / "table=log" / "left.parquet").write_bytes(b"half a file")
 
-    printed = json.loads(ask(real_run, "archive", "--json"))
+    printed = json.loads(real_run.told("archive", "--json"))
     assert of_archive(store, real_run.name) == of_topics(real_run, real_run.name)
     with Archiver(real_run.kafka, real_run.name, store) as archiver:
         assert archiver.once().records == 0
     assert "left.parquet" not in "".join(store.names(""))
     assert printed["tables"]["evals"]["rows"] == sent
 
-    rows = list(csv.reader(ask(real_run, "sql", "select reason, drops from drops_by_reason", "--csv").splitlines()))
+    rows = list(csv.reader(real_run.told("sql", "select reason, drops from drops_by_reason", "--csv").splitlines()))
     assert sorted(rows[1:]) == [["duplicate_uid", "1"], ["zero_variance", "4"]]
 
     current = manifests.newest(store, real_run.name)
@@ -212,14 +202,13 @@ def test_an_archiver_does_not_go_on_with_a_topic_that_was_created_again(real_run
     assert manifests.newest(store, run.name) == archived
 
 
-@pytest.mark.long
 def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_run: RealRun) -> None:
     run = real_run
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=3600.0)
     run.prepare()
     process = run.start("group")
     run.send([*(rollout(f"x{n}", member) for n in range(6) for member in range(4)), rollout("open", 0)])
-    settle(run, batched=24, in_flight=1)
+    settled(run, batched=24, in_flight=1)
     process.terminate()
     assert process.wait(300) == 0
     store = open_store(f"memory://{run.name}")
@@ -241,7 +230,7 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
     process = again.start("group")
     again.send(rollout("open", member) for member in (1, 2, 3))
     again.send(rollout(f"y{n}", member) for n in range(6) for member in range(4))
-    book = settle(again, batched=52)
+    book = settled(again, batched=52, in_flight=0)
     process.terminate()
     assert process.wait(300) == 0
     assert (book.balanced, book.produced) == (True, before["produced"] + 3 + 24 + book.control - before["control"])
@@ -249,16 +238,6 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
     assert (verification.mismatches, verification.unverifiable, verification.batches) == ([], 0, book.batches)
     names = [entry.batch_id for entry in again.read("batch-index")]  # type: ignore[attr-defined]
     assert len(set(names)) == len(names) == book.batches > before["batches"]
-
-
-def settle(run: RealRun, batched: int, in_flight: int = 0) -> Ledger:
-    """The ledger once so many rollouts are batched and in flight, and none is unread."""
-
-    def book() -> Ledger | None:
-        actual = ledger(run.kafka, run.name)
-        return actual if (actual.batched, actual.in_flight, actual.unread) == (batched, in_flight, 0) else None
-
-    return eventually(book, 60, f"{batched} rollouts of run {run.name} batched", every_s=0.2)
 
 
 def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Callable[[float], object]) -> None:
@@ -269,6 +248,7 @@ def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Cal
     end(30.0)
 
 
+@pytest.mark.kafka
 @pytest.mark.long
 @pytest.mark.parametrize("at_once", [restorer.GAP_AT_ONCE, 3], ids=["whole gaps", "parts of gaps"])
 def test_what_lies_between_records_lies_there_again(
@@ -352,6 +332,7 @@ with faulty_store() as files:
 """An archiver whose store fails twice; it keeps objects in the memory of its process."""
 
 
+@pytest.mark.kafka
 def test_an_archiver_that_follows_a_run_outlives_faults_of_the_store(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send(rollout(f"g{number}", 0) for number in range(20))

@@ -1,15 +1,9 @@
 """Exclusion on a real broker: rollouts not yet batched are dropped and counted; batches are named with their steps."""
 
 import json
-import os
-import signal
-import subprocess
 from collections.abc import Iterator
 from typing import Any, cast
 
-import pytest
-
-from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
@@ -24,17 +18,12 @@ from rollstream.topics.records import (
 )
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
-from tests.support.waiting import eventually
-
-
-def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return answer_of(run.directory, *run.command(*words)[4:])
+from tests.support.settled import settled
 
 
 def answer(run: RealRun, *words: str) -> Any:
-    done = ran(run, *words, "--json")
+    done = run.said(*words, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -48,17 +37,6 @@ def offset_of(run: RealRun, uid: str) -> int:
     messages = read_to_end(run.kafka, run.topic("rollouts"))
     [offset] = [m.offset for m in messages if uid.encode() in (m.value or b"")]
     return offset or 0
-
-
-def settled(run: RealRun, **expected: object) -> Ledger:
-    """The ledger, once it is as expected and nothing is unread."""
-
-    def now() -> Ledger | None:
-        book = ledger(run.kafka, run.name)
-        same = all(getattr(book, name) == value for name, value in expected.items())
-        return book if same and not book.unread else None
-
-    return eventually(now, 60, f"the ledger to say {expected}", every_s=0.2)
 
 
 def train(run: RealRun) -> None:
@@ -129,14 +107,14 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     }
 
     # Killed and started again with the configuration of generation 0, grouping follows the log.
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     process = run.start("group")
     run.send([*group("bad2", environment="bad"), *group("good2"), *group("good3")])
     book = settled(run, in_flight=0, batched=16, dropped={"excluded": 16})
     assert book.balanced, book.problems
     assert verify(run.kafka, run.name).mismatches == []
-    done = ran(run, "exclude", "--env", "bad", "--worker", "broken")
+    done = run.said("exclude", "--env", "bad", "--worker", "broken")
     assert done.returncode == 0, done.stderr
     assert "environment bad, worker broken excluded by generation 3" in done.stdout
     assert "policy versions 3 and later are affected" in done.stdout
@@ -148,15 +126,14 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
 
     # Without a grouping process no mark is read in time, but learners leave out the batches that there are.
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
-    done = ran(run, "exclude", "--worker", "w0", "--timeout", "0.2")
+    done = run.said("exclude", "--worker", "w0", "--timeout", "0.2")
     assert done.returncode == 2
     assert "run this again: until then, learners may train on excluded rollouts" in done.stderr
     assert {cast(ExcludedBatch, record).batch_id for record in run.read("control")} == {"0-0", "0-1"}
 
 
-@pytest.mark.long
 def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_written(real_run: RealRun) -> None:
     """This holds whether the run's rollouts are grouped already or not yet read."""
     real_run.grouping = type(real_run.grouping)(batch_rollouts=16, max_batch_age_s=600.0)
@@ -173,7 +150,7 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
         ("adition", "did you mean addition?"),
         ("z", "addition, s"),
     ):
-        done = ran(run, "exclude", "--env", "sorting", "--env", name)
+        done = run.said("exclude", "--env", "sorting", "--env", name)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert f"--env {name}: run {run.name} has no rollout of that environment" in done.stderr
         assert hint in done.stderr
@@ -185,10 +162,9 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
     assert known["generation"] == 2, "z is excluded already"
 
 
-@pytest.mark.long
 def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) -> None:
     run = real_run.prepare()
-    done = ran(run, "exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
+    done = run.said("exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
     assert done.returncode == 2
     assert "the exclusion is on the log as generation 1, but partitions [0, 1]" in done.stderr
     assert "start `rollstream role group`" in done.stderr
@@ -200,6 +176,6 @@ def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) ->
         (("--offsets", "0-9"), "is not a range of offsets; write PARTITION:FIRST-LAST"),
         (("--offsets", "2:0-9"), "has partitions 0 to 1"),
     ):
-        done = ran(run, "exclude", *words)
+        done = run.said("exclude", *words)
         assert (done.returncode, done.stdout) == (2, "")
         assert text in done.stderr

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.recovery import recover
-from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.rollout_producer import RolloutProducer
@@ -26,9 +25,9 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
 from rollstream.topics.wire.codec import decode
-from tests.support.command_line import answer_of
 from tests.support.producing import SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
@@ -88,6 +87,7 @@ def send_unlabelled(run: RealRun) -> None:
                 producer.send(asked(example, member))
 
 
+@pytest.mark.kafka  # its labeler is a script
 def test_labels_whose_offsets_the_broker_does_not_tell_are_written_again_and_count_once(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:
@@ -109,7 +109,7 @@ def test_the_report_of_a_run_whose_labelers_have_a_group_of_another_name_says_th
     eventually(lambda: len(rewarded(run)) == 4 * GROUPS, 90, "every rollout is labeled")
     labeler.terminate()
     assert labeler.wait(300) == 0
-    done = answer_of(run.directory, *run.command("report", labeling__group="judges")[4:])
+    done = run.said("report", labeling__group="judges")
     assert done.returncode == 0, done.stderr
     page = Path(done.stdout.strip()).read_text(encoding="utf-8")
     assert "The ledger balances: " in page
@@ -142,7 +142,6 @@ def test_a_labeler_whose_error_is_longer_than_a_record_makes_dead_letters(real_r
     }
 
 
-@pytest.mark.long  # the museum's labeler is killed, and its judge refuses answers
 def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels_what_it_cannot_judge(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:
@@ -177,8 +176,7 @@ def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels
         return {uid for batch in run.read("batches") if isinstance(batch, TrainingBatch) for uid in batch.uids}
 
     eventually(lambda: batched() == set(rewards), 60, "all groups are batched, those that lost a member too")
-    eventually(lambda: not ledger(run.kafka, run.name).unread, 60, "everything read")
-    book = ledger(run.kafka, run.name)
+    book = settled(run)
     assert book.balanced, book.problems
     fates = {fate: count for fate, count in book.unlabelled.items() if count}
     assert fates == {"produced": 4 * GROUPS, "labeled": 4 * GROUPS - len(lost), "dead_lettered": len(lost)}
@@ -186,7 +184,6 @@ def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels
     assert {decode(letter.value).uid for letter in letters} == lost
 
 
-@pytest.mark.long
 def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:
