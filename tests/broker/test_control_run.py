@@ -14,7 +14,6 @@ from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.trajectory_arrays import from_record
-from tests.support.command_line import answer_of
 from tests.support.described import undescribed
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
@@ -92,7 +91,7 @@ def start(run: RealRun, **settings: object) -> "subprocess.Popen[bytes]":
 
 
 def book_of(run: RealRun) -> dict[str, object]:
-    result = answer_of(run.directory, *run.command("ledger", "--json")[4:])
+    result = run.said("ledger", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
@@ -175,6 +174,7 @@ def test_a_collector_that_somebody_else_stops_is_started_again_and_the_run_goes_
     assert running.wait(300) == 0, run.log_of(running)
 
 
+@pytest.mark.long
 def test_a_player_that_is_no_generator_ends_the_run_and_is_named(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_nothing")
     assert running.wait(300) == 1

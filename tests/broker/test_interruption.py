@@ -22,7 +22,7 @@ from tests.support.interrupting import LIMIT_S, FairTime, assert_ends_at_once, a
 from tests.support.producing import SortingGenerator, serving
 from tests.support.rounds import rounds
 from tests.support.runs import RealRun, rollout, with_batches
-from tests.support.waiting import eventually
+from tests.support.settled import settled
 
 SMALL = {
     "learner__sequence_length": 32,
@@ -55,7 +55,7 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         process = run.start("group")
         run.send(rollout(f"x{n}", member) for n in range(24) for member in range(4))
-        eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
+        settled(run, batched=96)
         process.terminate()
         process.wait(300)
         yield run
@@ -81,7 +81,9 @@ def test_a_tool_ends_at_once(recorded: RealRun, tmp_path: Path, tool: str, count
 
 
 @pytest.mark.parametrize("count", moments(1))
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    "role", [pytest.param(r, marks=() if r in ("group", "run") else pytest.mark.long) for r in ROLES]
+)
 def test_a_role_started_by_hand_ends_at_once(real_run: RealRun, role: str, count: int) -> None:
     settings, most_s = ROLES[role]
     if role == "learn":
@@ -126,7 +128,8 @@ def closed_pipe() -> Iterator[int]:
     ("pipe", "words"),
     [
         (full_pipe, ("ledger", "--watch", "0.01", "--json")),
-        (closed_pipe, ("cat", "rollouts", "-o", "end", "--follow")),  # says nothing before the signal
+        # It says nothing before the signal.
+        pytest.param(closed_pipe, ("cat", "rollouts", "-o", "end", "--follow"), marks=pytest.mark.long),
     ],
     ids=["full", "closed"],
 )

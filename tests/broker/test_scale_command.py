@@ -20,8 +20,9 @@ from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.control.steering_follower import SteeringFollower
 from rollstream.topics.kafka.groups import members
-from tests.model.test_scale_command import PARTITIONS, said, shown
+from tests.model.test_scale_command import PARTITIONS, said
 from tests.support.runs import RealRun, rollout
+from tests.support.settled import settled
 from tests.support.waiting import eventually
 
 
@@ -32,13 +33,6 @@ def run(real_run: RealRun) -> RealRun:
     client = {"heartbeat.interval.ms": "500"}
     real_run.kafka = replace(real_run.kafka, session_timeout_s=60.0, client=client)
     return real_run.prepare()
-
-
-def test_a_number_that_a_run_has_no_room_for_is_off_the_record_once_the_run_has_said_so(run: RealRun) -> None:
-    with begun(run) as groups:
-        assert said(run, "env=512").returncode == 0
-        groups.await_refusal("env=512 is not followed: max_policy_lag")
-    assert shown(run) == {}
 
 
 def settings(run: RealRun) -> RunConfig:
@@ -79,15 +73,6 @@ class Grouping:
         group = self._run.grouper.group_id(self._run.name)
         eventually(lambda: there() and members(self._run.kafka, group) == processes, 60, "members of the group")
 
-    def await_refusal(self, text: str) -> None:
-        """Wait until the run says that it does not follow a number, and nothing else is wanted."""
-
-        def refused() -> bool:
-            self._steered.poll(self._follower.state)
-            return any(text in line for line in self.said) and not self._follower.state.numbers
-
-        eventually(refused, 120, text)
-
 
 @contextmanager
 def begun(run: RealRun) -> Iterator[Grouping]:
@@ -110,7 +95,7 @@ def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
             groups.await_processes(number)
             before = ledger(run.kafka, run.name).batched
             run.send(rollout(f"x{before}.{example}", member) for example in range(12) for member in range(4))
-            eventually(lambda: ledger(run.kafka, run.name).batched == before + 48, 120, "all of it in batches")  # noqa: B023
+            settled(run, 120, batched=before + 48)
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """A role waits until its topics, the first state of grouping, and the roles before it are there."""
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from rollstream.pipeline.run.service import ServiceServer
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.metrics.values import MetricValues
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 
 
@@ -69,18 +69,18 @@ def test_a_role_waits_until_one_before_it_is_ready_and_of_its_release(
 
 def test_the_command_says_what_is_missing_in_one_line(config: RunConfig, real_run: RealRun) -> None:
     words = real_run.command("deploy", "wait", "group", "--wait", "1", "--ready", "nowhere.invalid:8081")
-    answer = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=real_run.directory, check=False)
+    answer = answer_of(real_run.directory, *words[4:])
     assert answer.returncode == 2
     assert re.search(r"group does not start: after 1 s topics \S+batch-index, .* are missing", answer.stderr)
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize("role", ["group", "learn", "infer", "env"])
-def test_a_role_of_a_run_without_topics_ends_with_one_line_and_the_remedy(real_run: RealRun, role: str) -> None:
+def test_a_role_of_a_run_without_topics_ends_with_one_line_and_the_remedy(real_run: RealRun) -> None:
     # A name that resembles that of an existing run would get a question instead.
     run = replace(real_run, name="unlike-any-other")
-    process = run.start(role)
-    assert process.wait(300) == 2
-    [line] = [line for line in run.log_of(process).splitlines() if not line.startswith("{")]
-    assert line.startswith("rollstream: topic unlike-any-other.")
-    assert "rollstream topics apply" in line
+    for role in ("group", "learn", "infer", "env"):
+        process = run.start(role)
+        assert process.wait(300) == 2
+        [line] = [line for line in run.log_of(process).splitlines() if not line.startswith("{")]
+        assert line.startswith("rollstream: topic unlike-any-other.")
+        assert "rollstream topics apply" in line

@@ -22,6 +22,7 @@ from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
 ATTEMPTS = tuple(range(8)) * 2
 """Answers with brokers before those without, for each client."""
 
@@ -70,7 +71,6 @@ def produce(run: RealRun) -> None:
     assert producer.flush(120) == 0
 
 
-@pytest.mark.long
 def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun
 ) -> None:
@@ -83,7 +83,6 @@ def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so
         assert describing.result(60) == provisioning.describe(run.kafka, run.name)
 
 
-@pytest.mark.long
 def test_readers_read_on(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +135,6 @@ def reads_on_or_was_fenced(member: GroupMember) -> bool:
     return True
 
 
-@pytest.mark.long
 def test_group_members_read_on_or_say_that_they_are_lost(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +158,6 @@ def test_group_members_read_on_or_say_that_they_are_lost(
         member.close()
 
 
-@pytest.mark.long
 def test_senders_report_lost_records_and_send_on(
     broker: LinkedBroker,
     kafka: KafkaConfig,

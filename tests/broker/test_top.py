@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from tests.model.test_top import READING, watched_run  # noqa: F401
+from tests.model.test_top import watched_run  # noqa: F401
 from tests.support.runs import RealRun
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,14 +24,3 @@ def test_a_terminal_shows_it_until_it_is_read(run: RealRun) -> None:
         os.close(ours)
     assert re.findall(r"of records, (reading history, 0 %|live|quiet)", shown)[0] == "reading history, 0 %"
     assert re.search(r"of records, (live|quiet)", shown)
-
-
-def test_lines_in_a_pipe_begin_with_it_until_it_is_read(run: RealRun) -> None:
-    with subprocess.Popen(run.command("top"), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline()]
-        while READING.match(lines[-1]):
-            lines.append(process.stdout.readline())
-        process.send_signal(signal.SIGINT)
-    assert lines[0].startswith("reading history, 0 %  step 0")
-    assert lines[-1].startswith("step 0  version 0")

@@ -44,11 +44,6 @@ def test_another_number_of_replicas_is_shown_with_the_remedy_and_left(real_run: 
     assert "-> change the replicas with kafka-reassign-partitions" in examined.stdout
 
 
-def test_no_broker_at_an_address_is_one_line_with_the_remedy() -> None:
-    with pytest.raises(BrokerUnavailable, match=r"no Kafka broker answers at 127.0.0.1:1 .*rollstream broker start"):
-        clients.check_broker(KafkaConfig(bootstrap_servers="127.0.0.1:1"), timeout_s=1.0)
-
-
 @pytest.mark.long
 def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: Path, run_name: str) -> None:
     port = free_port("127.0.0.1")

@@ -170,11 +170,6 @@ def churn(run: RealRun, versions: int, followers: int) -> None:
 
 
 @pytest.mark.long
-def test_followers_that_come_and_go_hold_whole_versions_while_the_log_is_compacted(run: RealRun) -> None:
-    churn(run, 15, 3)
-
-
-@pytest.mark.long
 def test_ten_followers_come_and_go_over_a_hundred_versions_while_the_log_is_compacted(run: RealRun) -> None:
     churn(run, 100, 10)
     topic = run.topic("weights")

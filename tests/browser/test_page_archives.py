@@ -79,6 +79,10 @@ def test_the_page_of_a_run_that_the_server_does_not_have_says_so_and_leads_to_th
     page = visit(browser, address).page
     page.goto(f"{address}#/absent/ledger")
     expect(page.locator("main")).to_contain_text("This server has no run absent. It has:", timeout=PATIENCE_MS)
+    page.goto(f"{address}#/absent/run")
+    expect(page.locator(".state")).to_have_text("Refused by the server", timeout=PATIENCE_MS)
+    expect(page.locator("main .failure")).to_contain_text("this server has no such run")
+    page.goto(f"{address}#/absent/ledger")
     page.locator("main").get_by_role("link", name=RUNS[0]).click()
     expect(page.locator("main")).not_to_contain_text("has no run", timeout=PATIENCE_MS)
     assert page.url.endswith(f"#/{RUNS[0]}/run")
@@ -139,17 +143,6 @@ def test_a_chart_that_is_zoomed_stays_so_when_steps_are_added(address: str, arch
     assert first_step() == zoomed
     assert seen.errors == []
     seen.page.context.close()
-
-
-def test_a_run_that_the_server_does_not_serve_is_named_as_such(address: str, browser: Browser) -> None:
-    page = visit(browser, address).page
-    page.goto(f"{address}#/third/run")
-    expect(page.locator(".state")).to_have_text("Refused by the server", timeout=PATIENCE_MS)
-    expect(page.locator("main .failure")).to_contain_text("this server has no such run")
-    page.evaluate("location.hash = '#/first/run'")
-    expect(page.locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
-    expect(page.locator(".failure")).to_have_count(0)
-    page.context.close()
 
 
 def test_a_page_without_the_token_that_the_server_now_requires_says_so(

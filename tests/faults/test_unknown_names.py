@@ -30,6 +30,7 @@ with TopicFollower(KafkaConfig(bootstrap_servers=server), places) as follower:
 _IN_OWN_FILES = "mount --bind {hosts} /etc/hosts && mount --bind {services} /etc/nsswitch.conf && exec {command}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_follower_waits_for_the_address_of_a_leader_and_reads_from_the_beginning(tmp_path: Path) -> None:
     hosts, services = tmp_path / "hosts", tmp_path / "nsswitch.conf"

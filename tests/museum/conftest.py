@@ -25,11 +25,26 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode
-from tests.broker.test_judged_run import ESSAYS
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 
 T = TypeVar("T")
+ESSAYS = '''
+from rollstream import Prompt, Score, SingleTurn
+
+
+class Essays(SingleTurn):
+    """Essays, which a labeler judges."""
+
+    name = "essays"
+    max_tokens = 8
+
+    def prompts(self, split):
+        return [Prompt(example_id=str(n), text=f"write {n}: ") for n in range(20 if split == "train" else 0)]
+
+    def score(self, prompt, response_text, truncated):
+        return Score(reward=-1.0, components={"length": len(response_text)})
+'''
 
 SETTINGS = """
 [[environments]]
@@ -215,8 +230,11 @@ def history(run: SteeredRun, broker: LocalBroker, agent: OutsideAgent) -> None:
     run.kill_role("learn")
     run.await_steps(1)
     run.kill_role("label")
+    learners, reached = run.pids("learn"), run.top()["step"]
     run.kill()
+    eventually(lambda: run.top()["step"] > reached, 120, "a step without an overseer")
     run.start()
+    assert run.pids("learn") == learners, "it is adopted"
     run.await_steps(1)
     broker.kill()
     broker.restart()

@@ -10,7 +10,7 @@ from rollstream.consumers.weights.rollback import note_of
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import LearnerStep, ModelCall, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.records import GroupCancelled, LearnerStep, ModelCall, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.wire.catalogue import topic_name
 from tests.faults.auditor import audit
 from tests.museum.conftest import Museum
@@ -34,6 +34,10 @@ def test_what_each_part_played_is_on_the_log_once_and_was_trained_on(museum: Mus
     assert played.keys() == {"dsort3", "essays", "outside"}
     essays = [r for r in rollouts if r.environment == "essays"]
     assert all(r.reward == len(set(r.turns[-1].text)) / 10 for r in essays)
+    unjudged = {r.uid for r in museum.records("unlabelled", Rollout) if sum(map(ord, r.turns[-1].text)) % 8 == 0}
+    cancelled = {uid for record in museum.records("rollouts", GroupCancelled) for uid in record.uids}
+    assert cancelled & unjudged
+    assert not unjudged & {r.uid for r in essays}
     calls = museum.records("calls", ModelCall)
     for rollout in (r for r in rollouts if r.environment == "outside"):
         assert rollout.reward == museum.rewards.get(str(rollout.extra["session"]), rollout.reward)
