@@ -116,7 +116,7 @@ def chart_files(config: RunConfig, options: ChartOptions) -> dict[str, str]:
     return {
         **files,
         "values.yaml": files["values.yaml"].replace(_NO_RUN, f"\n{described}"),
-        "files/run.digest": digest,
+        "files/run.digest": f"{digest}\n",
         "files/rollstream-dashboard.json": dashboard(),
         "files/rollstream-alerts.json": alert_rules(),
     }
