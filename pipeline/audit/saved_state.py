@@ -9,7 +9,7 @@ import zlib
 from array import array
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from blake3 import blake3
 from rollstream.topics.config import KafkaConfig
 
 _COLLECTIONS: dict[str, type] = {each.__name__: each for each in (tuple, set, dict, Counter)}
+_SCALARS = frozenset((type(None), bool, int, float, str))
 _NUMBERS = "numbers "
 _LEVEL = 1
 
@@ -30,7 +31,7 @@ class OtherCode(ValueError):
 
 def saved(value: object) -> dict[str, Any]:
     """Return plain values from which `restored` makes an equal object, except for the settings of Kafka in it."""
-    modules: set[str] = set()
+    modules = {__name__}
     plain = _plain(value, modules)
     return {"code": _digests(modules), "value": plain}
 
@@ -58,27 +59,35 @@ def unpacked(text: str) -> npt.NDArray[np.int64]:
 
 
 def _plain(value: object, modules: set[str]) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    kind = type(value)
+    if kind in _SCALARS:
         return value
-    if isinstance(value, list):
-        return [_plain(item, modules) for item in value]
+    if kind is list:
+        return _each(value, lambda item: _plain(item, modules))
     if isinstance(value, KafkaConfig):
         return {"of": "kafka", "is": None}
     if isinstance(value, array | np.ndarray):
         dtype = value.dtype.str if isinstance(value, np.ndarray) else "array"
         return {"of": _NUMBERS + dtype, "is": packed(np.asarray(value))}
-    name, content = type(value).__name__, cast(Any, value)
+    name, content = kind.__name__, cast(Any, value)
     if name not in _COLLECTIONS:
-        modules.add(type(value).__module__)
-        name = f"{type(value).__module__}:{name}"
+        modules.add(kind.__module__)
+        name = f"{kind.__module__}:{name}"
         content = content if isinstance(value, tuple) else content.__getstate__()
-    items = map(list, content.items()) if isinstance(content, dict) else content
-    return {"of": name, "is": [_plain(item, modules) for item in (sorted(items) if name == "set" else items)]}
+    if isinstance(content, dict):
+        content = [*content], [*content.values()]
+    items = sorted(content) if kind is set else [*content]
+    return {"of": name, "is": _plain(items, modules)}
+
+
+def _each(values: Any, convert: Callable[[Any], Any]) -> list[Any]:
+    """Convert each value that JSON does not hold as it is."""
+    return [*values] if _SCALARS.issuperset(map(type, values)) else [*map(convert, values)]
 
 
 def _object(value: Any, kafka: KafkaConfig) -> Any:
     if isinstance(value, list):
-        return [_object(item, kafka) for item in value]
+        return _each(value, lambda item: _object(item, kafka))
     if not isinstance(value, dict):
         return value
     name, content = value["of"], value["is"]
@@ -89,7 +98,7 @@ def _object(value: Any, kafka: KafkaConfig) -> Any:
         return array("q", numbers.tobytes()) if dtype == "array" else numbers.astype(dtype)
     items = _object(content, kafka)
     if name in _COLLECTIONS:
-        return _COLLECTIONS[name](dict(items) if issubclass(_COLLECTIONS[name], dict) else items)
+        return _COLLECTIONS[name](_pairs(items) if issubclass(_COLLECTIONS[name], dict) else items)
     module, _, class_name = name.partition(":")
     cls = getattr(sys.modules[module], class_name)
     if not (module.startswith("rollstream.") and isinstance(cls, type)):
@@ -98,10 +107,15 @@ def _object(value: Any, kafka: KafkaConfig) -> Any:
         return cls(*items)
     made: Any = cls.__new__(cls)
     if hasattr(cls, "__setstate__"):
-        made.__setstate__(dict(items))
+        made.__setstate__(_pairs(items))
     else:
-        made.__dict__.update(items)
+        made.__dict__.update(_pairs(items))
     return made
+
+
+def _pairs(columns: list[Any]) -> dict[Any, Any]:
+    keys, values = columns
+    return dict(zip(keys, values, strict=True))
 
 
 def _digests(modules: Collection[str]) -> dict[str, str]:

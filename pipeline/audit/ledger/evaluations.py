@@ -52,6 +52,13 @@ class Evaluations:
         self._kinds: dict[tuple[str, str], Kind] = {}
         """Kind by environment and uid: environments evaluated at one version may give their rollouts the same uids."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kinds": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._kinds = {(kind[0], uid): kind for kind, rollouts in self._rollouts.items() for uid in rollouts}
+
     def read(self, result: Ledger) -> set[str]:
         """Read new records, add all evaluations to the ledger, and return the uids of their rollouts.
 
