@@ -6,7 +6,7 @@ the agent requested them itself.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from blake3 import blake3
@@ -72,12 +72,16 @@ _ENGINE_FIELDS = (*_PROMPT_FIELDS, "token_ids", "response_token_ids", "weight_ve
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A request as the agent sent it."""
+    """A request of an agent in OpenAI's form, for chats or completions."""
 
     route: str
     body: Mapping[str, Any]
     digest: str
     """Digest of the fields that are equal when the same request is sent again."""
+    prefix: str
+    """Beginning of the id of its answer."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the record keeps of the request beside its sampling parameters."""
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
@@ -123,9 +127,15 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
         raise RecordError("stream_options must be an object")
     if route == "completions" and not isinstance(body.get("logprobs") or 0, int):
         raise RecordError("logprobs must be an integer")
+    prefix = "chatcmpl-" if ROUTES[route] == "chat" else "cmpl-"
+    return AgentRequest(route, body, request_digest(route, body, idempotency_key), prefix)
+
+
+def request_digest(route: str, body: Mapping[str, Any], idempotency_key: str) -> str:
+    """Return the digest of a request, equal for every attempt at it, whole or streamed."""
     same = {key: value for key, value in body.items() if key not in _NOT_IN_DIGEST}
     text = json.dumps([route, idempotency_key, same], sort_keys=True, separators=(",", ":"))
-    return AgentRequest(route, body, blake3(text.encode("utf-8", "replace")).hexdigest(length=16))
+    return blake3(text.encode("utf-8", "replace")).hexdigest(length=16)
 
 
 def server_request(

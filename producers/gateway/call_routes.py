@@ -9,11 +9,19 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.producers.gateway.call_forms import ROUTES, AgentRequest, parse_request
+from rollstream.producers.gateway.call_forms import AgentRequest
 from rollstream.producers.gateway.capture import CallCapture
+from rollstream.producers.gateway.dialects.selection import (
+    CALL_ROUTES,
+    COUNT_ROUTE,
+    DIALECTS,
+    agent_request,
+    error_in_form,
+)
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed, UpstreamRefused
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import framed
+from rollstream.producers.inference.dialects.refusals import BadRequest
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.json_text import decode, encode
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, RecordTooLarge, RollstreamError
@@ -60,14 +68,18 @@ class CallRoutes:
         """Number of requests, whatever their outcome."""
 
     def routes(self, prefix: str) -> list[web.RouteDef]:
-        """Return the routes below a path."""
-        return [web.post(f"{prefix}/{route}", self._handler(route)) for route in ROUTES]
+        """Return the routes below a path. Anthropic's clients add v1 to any base URL."""
+        paths = [(f"{prefix}/{route}", route) for route in CALL_ROUTES]
+        paths += [(f"{prefix}/v1/{route}", route) for route in CALL_ROUTES if "messages" in route and "v1" in prefix]
+        return [web.post(path, self._handler(route)) for path, route in paths]
 
     def _handler(self, route: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             self.requests += 1
             stream = _EventResponse(http, self._stalled_client_s)
             try:
+                if route == COUNT_ROUTE:
+                    return await self._count(http)
                 return await self._answer(http, route, stream)
             except ConnectionError:
                 raise
@@ -80,15 +92,17 @@ class CallRoutes:
 
     async def _answer(self, http: web.Request, route: str, stream: "_EventResponse") -> web.StreamResponse:
         """Answer a request, in `stream` if it asks for one."""
-        session = await self._session_of(http)
-        request = parse_request(route, await json_body(http), http.headers.get("Idempotency-Key", ""))
-        # OpenAI's own clients send the number of their retries.
+        session, body = await self._session_of(http), await json_body(http)
+        request = await self._request(session, route, body, http.headers.get("Idempotency-Key", ""))
+        dialect = DIALECTS[route].stream(body) if route in DIALECTS else None
+        # The clients of OpenAI and Anthropic send the number of their retries.
         first_attempt = http.headers.get("x-stainless-retry-count") == "0"
         try:
             if request.streamed:
                 async with aclosing(self._capture.stream(session, request, first_attempt=first_attempt)) as parts:
                     async for part in parts:
-                        await stream.write(part)
+                        for translated in (part,) if dialect is None else dialect.add(part):
+                            await stream.write(translated)
                 return await stream.end()
             call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
         except UpstreamRefused as error:
@@ -103,11 +117,24 @@ class CallRoutes:
             if session.closed is None and not session.ended:
                 await self._on_failure(session, error, request)
             raise
+        answer = answer if dialect is None else dialect.whole(answer)
         response = web.Response(body=encode(answer), content_type="application/json", charset="utf-8")
         await response.prepare(http)
         await response.write_eof()
         self._capture.delivered(session, call)
         return response
+
+    async def _request(self, session: CapturedSession, route: str, body: Any, key: str = "") -> AgentRequest:
+        """Return a request, which may continue a call that another gateway has just recorded."""
+        if isinstance(body, dict) and isinstance(previous := body.get("previous_response_id"), str):
+            await self._capture.know(session, previous)
+        return agent_request(route, body, key, session.sequences)
+
+    async def _count(self, http: web.Request) -> web.Response:
+        session, body = await self._session_of(http), await json_body(http)
+        counted = {"max_tokens": 1, **body} if isinstance(body, dict) else body
+        request = await self._request(session, "messages", counted)
+        return web.json_response({"input_tokens": await self._capture.prompt_tokens(session, request)})
 
 
 class _EventResponse:
@@ -119,6 +146,8 @@ class _EventResponse:
     def __init__(self, http: web.Request, stalled_client_s: float) -> None:
         self._http, self._stalled_client_s = http, stalled_client_s
         self._response: web.StreamResponse | None = None
+        self.events = 0
+        """Number of events written."""
 
     @property
     def begun(self) -> bool:
@@ -134,6 +163,7 @@ class _EventResponse:
                     self._response.content_type = "text/event-stream"
                     await self._response.prepare(self._http)
                 await self._response.write(framed(part))
+                self.events += 1
         except TimeoutError as error:
             raise ConnectionResetError(f"the client took nothing for {self._stalled_client_s:g} s") from error
 
@@ -153,7 +183,7 @@ class _BrokenStream(Exception):
 
 
 class Listener:
-    """An HTTP server whose errors are in OpenAI's format."""
+    """An HTTP server whose errors are in the form of the dialect that the path belongs to, else in OpenAI's."""
 
     def __init__(
         self,
@@ -181,7 +211,7 @@ class Listener:
             setting=f"{self._name}.port",
             max_body_bytes=self._max_body_bytes,
             max_body_setting=self._max_body_setting,
-            middlewares=[self._openai_errors],
+            middlewares=[self._errors_in_form],
             shutdown_timeout=10.0,
         )
         return self._server.url
@@ -192,7 +222,7 @@ class Listener:
             await self._server.close()
 
     @web.middleware
-    async def _openai_errors(
+    async def _errors_in_form(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
@@ -202,9 +232,10 @@ class Listener:
                 if isinstance(error, ConnectionError) or (isinstance(error, web.HTTPException) and error.status < 400):
                     raise
                 if not isinstance(error, _BrokenStream):
-                    return _json(*self._refusal(request, error))
-                body, _status = self._refusal(request, error.error)
-                await error.stream.write(body)
+                    body, status = self._refusal(request, error)
+                    return _json(error_in_form(request.path, body, status), status)
+                body, status = self._refusal(request, error.error)
+                await error.stream.write(error_in_form(request.path, body, status, events=error.stream.events))
                 return await error.stream.end()
         except ConnectionError as error:
             # Without the end of its stream, a client that is still there sees that the answer is incomplete.
@@ -214,7 +245,7 @@ class Listener:
             return web.Response()
 
     def _refusal(self, request: web.Request, error: Exception) -> tuple[Mapping[str, Any] | str, int]:
-        """Count an error, and return the body and the status with which a request is answered."""
+        """Count an error, and return OpenAI's error object, or a server's own text, and the status of the answer."""
         self.errors += 1
         if isinstance(error, UpstreamRefused):
             # The agent's request or the settings are at fault, so the agent receives the server's own error.
@@ -223,6 +254,14 @@ class Listener:
             known = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
             status, code = next(known, (503, "unavailable"))
             return _error(str(error), status, code), status
+        if isinstance(error, BadRequest):
+            return error.body, error.status
+        if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
+            reason = (
+                f"{request.method} {request.path[:200]} is not spoken here; below a session's base_url, calls are POST "
+                f"{', '.join(CALL_ROUTES)}"
+            )
+            return _error(reason, error.status, "not_spoken"), error.status
         if isinstance(error, web.HTTPException):
             return _error(error.reason, error.status, "invalid_request"), error.status
         # Only this request fails; the server continues.
@@ -242,6 +281,13 @@ def _json(body: Mapping[str, Any] | str, status: int) -> web.Response:
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in _RETRIABLE else {}
     text = body if isinstance(body, str) else json.dumps(body)
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")
+
+
+def key_of(http: web.Request) -> str:
+    """Return the key of a request: its Bearer token, or x-api-key as Anthropic's clients send it."""
+    header = http.headers.get("Authorization", "") or http.headers.get("x-api-key", "")
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else header.strip()
 
 
 async def json_body(http: web.Request) -> Any:

@@ -266,13 +266,30 @@ class CallCapture:
                 f"session {session.name} has made {len(session.calls)} calls, the maximum (gateway.max_calls)"
             )
 
-    def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
-        body = server_request(
+    async def know(self, session: CapturedSession, uid: str) -> None:
+        """Bring a session up to date unless it has the call of this uid. Raises errors of reading the log."""
+        if uid not in session.sequences.by_uid:
+            await self._log.current(self._log.partition_of(session.name))
+
+    async def prompt_tokens(self, session: CapturedSession, request: AgentRequest) -> int:
+        """Return the number of tokens of a chat request's prompt, as a server counts it when it samples one token,
+        which is not recorded. Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused."""
+        self._check_open(session)
+        body = {**self._unseeded_body(session, request), "max_tokens": 1}
+        turn = partial(previous_turn, request, session.sequences)
+        answer = await self._upstream.call(session.name, f"/{request.route}", body, turn)
+        return len(samples_of(answer.body, ROUTES[request.route], source=answer.url)[0].prompt_tokens)
+
+    def _unseeded_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
+        return server_request(
             request,
             model=self._upstream.model,
             temperature=self._rules.temperatures.get(session.start.environment, self._rules.temperature),
             sampling=self._rules.sampling,
         )
+
+    def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
+        body = self._unseeded_body(session, request)
         if self._rules.seed is not None and body.get("seed") is None:
             body["seed"] = row_seed(self._rules.seed, session.episode, self._sent[session.name]) >> 1
         self._sent[session.name] += 1
@@ -326,7 +343,7 @@ class CallCapture:
                 messages=delta.messages,
                 answers=call_answers(samples, versions),
                 body=encode(agent_answer(request, answer, uid)).decode(),
-                sampling=recorded_sampling(request.route, body),
+                sampling={**recorded_sampling(request.route, body), **request.notes},
                 replica_id=samples[0].replica_id or url,
                 author=self._rules.author,
                 began=began,
@@ -346,5 +363,4 @@ class CallCapture:
 
 
 def _uid(request: AgentRequest) -> str:
-    prefix = "chatcmpl" if ROUTES[request.route] == "chat" else "cmpl"
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{request.prefix}{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The gateway's HTTP side: sessions, rewards, and OpenAI's calls at `/sessions/ID/v1`.
+"""The gateway's HTTP side: sessions, rewards, and the calls of agents at `/sessions/ID/v1`.
 
 Clients of AReaL (session key as Bearer token) and of rllm (session in the URL) work once their URL points here.
 """
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from rollstream.producers.gateway.call_routes import CallRoutes, Listener, json_body
+from rollstream.producers.gateway.call_routes import CallRoutes, Listener, json_body, key_of
 from rollstream.producers.gateway.capture import CallCapture
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.service import SessionRequest, SessionService
@@ -162,9 +162,7 @@ class GatewayServer:
         return await self._session_of(http, {})
 
     async def _session_of(self, http: web.Request, body: Mapping[str, Any]) -> CapturedSession:
-        header = http.headers.get("Authorization", "")
-        scheme, _, token = header.partition(" ")
-        bearer = token.strip() if scheme.lower() == "bearer" else header.strip()
+        bearer = key_of(http)
         keyed = session_of_key(bearer, self._secret)
         named = http.match_info.get("session") or _text(body, "session_id", "") or keyed or ""
         if keyed != named and not authorised(f"Bearer {bearer}", self._secret):

@@ -133,8 +133,11 @@ def error_in(event: Mapping[str, Any]) -> str:
 
 
 def framed(event: Mapping[str, Any] | str) -> bytes:
-    """Return an event as bytes of a stream."""
-    return b"data: " + (event.encode() if isinstance(event, str) else encode(event)) + b"\n\n"
+    """Return an event as bytes of a stream, with its name if it has one: events of chats have no type."""
+    if isinstance(event, str):
+        return b"data: " + event.encode() + b"\n\n"
+    name = b"event: " + event["type"].encode() + b"\n" if "type" in event else b""
+    return name + b"data: " + encode(event) + b"\n\n"
 
 
 class EventLines:

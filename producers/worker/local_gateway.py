@@ -17,7 +17,7 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Score
 from rollstream.producers.flow.policy_versions import PolicySource
 from rollstream.producers.gateway.call_forms import AgentRequest
-from rollstream.producers.gateway.call_routes import CallRoutes, Listener
+from rollstream.producers.gateway.call_routes import CallRoutes, Listener, key_of
 from rollstream.producers.gateway.capture import CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoSuchSession, SessionClosed
@@ -208,8 +208,7 @@ class LocalGateway:
 
     async def _session_of(self, http: web.Request) -> CapturedSession:
         name = http.match_info["session"]
-        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if name not in self._playing or session_of_key(bearer, _SECRET) != name:
+        if name not in self._playing or session_of_key(key_of(http), _SECRET) != name:
             raise NoSuchSession(f"no episode {name[:64]!r} is being played with this key; it may have ended")
         return self._playing[name]
 

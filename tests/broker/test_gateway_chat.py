@@ -4,41 +4,25 @@ killed in between."""
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.producers.inference.decoding import DecodeRow
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.records import ModelCall, Rollout, SessionEvent
+from rollstream.topics.records import ModelCall, SessionEvent
 from rollstream.topics.wire.catalogue import topic_name
 from tests.support.gateways import calls_of, gateway, post, records
-from tests.support.producing import ScriptedGenerator, SortedRow, serving
+from tests.support.producing import SortedRow, serving
+from tests.support.recorded_engine import RecordedEngine, assert_is_the_engines_own
 from tests.support.waiting import eventually
 
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
-SCRIPT = [f"I add.\n{CALL}", f"{CALL}\n{CALL}", "42"]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-class RecordedEngine(ScriptedGenerator):
-    """Keeps what the engine was asked and what it sampled."""
-
-    def __init__(self) -> None:
-        super().__init__(SCRIPT, versions=(3,))
-        self.sampled: list[tuple[list[int], SortedRow]] = []
-
-    def start(self, rows: Sequence[DecodeRow]) -> list[int]:
-        slots = super().start(rows)
-        self.sampled += [(list(row.prompt), self.decoding[slot]) for row, slot in zip(rows, slots, strict=True)]
-        return slots
 
 
 @pytest.fixture
@@ -82,27 +66,6 @@ def streamed(client: openai.OpenAI, messages: list[Any]) -> Any:
         call["function"].pop("parsed_arguments", None)
     message.pop("parsed", None)
     return {key: value for key, value in message.items() if value is not None or key == "content"}
-
-
-def assert_is_the_engines_own(rollout: Rollout, engine: RecordedEngine) -> None:
-    """Tokens, mask and log-probabilities of the three turns are those of the engine, byte for byte."""
-    turns: list[tuple[list[int], SortedRow]] = []
-    for prompt, row in engine.sampled:
-        if rollout.tokens[: len(prompt) + len(row.tokens)].tolist() == [*prompt, *row.tokens]:
-            turns.append((prompt, row))
-    tokens, mask, logprobs = (
-        [*turns[-1][0], *turns[-1][1].tokens],
-        np.zeros(len(rollout.tokens), bool),
-        rollout.logprobs,
-    )
-    assert rollout.tokens.tolist() == tokens
-    expected = np.zeros(len(tokens), "<f4")
-    for prompt, row in turns:
-        mask[len(prompt) : len(prompt) + len(row.tokens)] = True
-        expected[len(prompt) : len(prompt) + len(row.tokens)] = row.logprobs
-    assert rollout.loss_mask.tolist() == mask.tolist()
-    assert logprobs.tobytes() == expected.tobytes()
-    assert len({len(prompt) for prompt, _row in turns}) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

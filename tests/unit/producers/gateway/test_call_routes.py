@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 from aiohttp import web
@@ -16,8 +17,8 @@ from aiohttp import web
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.memory_log import MemoryLog
-from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.gateway.upstream import UpstreamEvent
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
+from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
 from rollstream.topics.errors import RecordTooLarge, RollstreamError
 from rollstream.topics.records import ModelCall, SessionEvent
 from tests.support.log_lines import log_lines
@@ -101,7 +102,8 @@ async def listening(upstream: Any, log: MemoryLog | None = None) -> AsyncIterato
     rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
     capture = CallCapture(upstream, log, rules)
     listener = Listener("gateway", 2**20)
-    url = await listener.listen(CallRoutes(capture, session_of, fail).routes(""), "127.0.0.1", 0)
+    routes = CallRoutes(capture, session_of, fail)
+    url = await listener.listen([*routes.routes(""), *routes.routes("/v1")], "127.0.0.1", 0)
     try:
         yield url, listener, failures
     finally:
@@ -151,6 +153,83 @@ def test_an_error_after_the_first_event_is_the_last_event_of_the_stream(last: tu
                 with pytest.raises(openai.APIError, match=message):
                     async for _part in await client.completions.create(model="m", prompt="21>", stream=True):
                         pass
+
+    asyncio.run(scenario())
+
+
+def test_an_error_after_the_first_event_reaches_clients_of_responses_and_messages() -> None:
+    """Clients raise it, and the stream of a client that is told has an end."""
+
+    async def scenario() -> None:
+        last = json.dumps({"error": {"message": "CUDA out of memory"}})
+        async with listening(BrokenUpstream(last)) as (url, listener, failures):
+            names: Any = {"base_url": url, "api_key": "none", "max_retries": 0}
+            async with openai.AsyncOpenAI(**names) as client, anthropic.AsyncAnthropic(**names) as other:
+                stream = await client.responses.create(model="m", input="21>", stream=True)
+                begun = [(await anext(stream)).type for _ in range(2)]
+                assert begun == ["response.created", "response.in_progress"]
+                with pytest.raises(openai.APIError, match="CUDA out of memory"):
+                    await anext(stream)
+                messages: Any = [{"role": "user", "content": "21>"}]
+                with pytest.raises(anthropic.APIError, match="CUDA out of memory") as broken:
+                    async for _ in await other.messages.create(model="m", messages=messages, max_tokens=9, stream=True):
+                        pass
+                assert broken.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+            assert (listener.errors, len(failures)) == (2, 2)
+
+    asyncio.run(scenario())
+
+
+class LaggingLog(MemoryLog):
+    """The log of a gateway that believes to be alone: it reads what others appended only when it asks for all."""
+
+    def __init__(self, records: list[ModelCall | SessionEvent]) -> None:
+        super().__init__()
+        self.records = records
+
+    async def append(self, record: ModelCall | SessionEvent) -> None:
+        self.records.append(record)
+        await self.current(0)
+
+    async def current(self, partition: int) -> PartitionSessions:
+        fold = self.folds[partition]
+        for record in self.records[fold.position - 1 :]:
+            fold.apply(fold.position, 0, record)
+        return fold
+
+
+class AddingUpstream(EndlessUpstream):
+    """Answers each chat with the number of its messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[Any] = []
+
+    async def call(self, _session: str, _path: str, body: Any, _turn: Any) -> UpstreamAnswer:
+        self.bodies.append(body)
+        message = {"role": "assistant", "content": str(len(body["messages"]))}
+        logprobs = {"content": [{"token": "token_id:2", "logprob": -1.0}]}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
+        prompt = [1, 2, 3, 2, 3][: 2 * len(self.bodies) - 1]
+        return UpstreamAnswer("server", {"id": "x", "prompt_token_ids": prompt, "choices": [choice]})
+
+
+def test_a_gateway_continues_a_response_that_another_has_just_recorded() -> None:
+    async def scenario() -> None:
+        upstream, records = AddingUpstream(), list[ModelCall | SessionEvent]()
+        async with (
+            listening(upstream, LaggingLog(records)) as (first, _, _),
+            listening(upstream, LaggingLog(records)) as (second, _, _),
+        ):
+            previous: Any = openai.omit
+            for url in (first, second, first):
+                async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                    response = await client.responses.create(model="m", input="1+1?", previous_response_id=previous)
+                previous = response.id
+            assert response.output_text == "5"
+            user, answers = {"role": "user", "content": "1+1?"}, [{"role": "assistant", "content": n} for n in "13"]
+            assert upstream.bodies[-1]["messages"] == [user, answers[0], user, answers[1], user]
+            assert [record.uid for record in records if isinstance(record, ModelCall)][-1] == previous
 
     asyncio.run(scenario())
 

@@ -1,0 +1,1 @@
+"""Dialects of agents beside OpenAI's chat: requests become chat requests, and chat answers become theirs. Pure."""
