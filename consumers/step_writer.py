@@ -53,8 +53,8 @@ def publish_version(
     and it removes versions that `config.keep_versions` does not keep.
     """
     if version is not None:
-        known = read_manifests(kafka, run, none_whole).get(version)
-        if known is not None and _is_published(known, learner, _arrays(params), digest):
+        manifest = read_manifests(kafka, run, none_whole).get(version)
+        if manifest is not None and _is_published(manifest, learner, _arrays(params), digest):
             return version
     with StepWriter(kafka, run, learner=learner, model=model, config=config, take_over=take_over) as writer:
         return writer.publish_version(params, version=version, digest=digest)
@@ -124,11 +124,11 @@ class StepWriter(Closing):
         number belongs to other parameters, or would leave a gap.
         """
         arrays = _arrays(params)
-        known = None if version is None else self._publisher.manifest(version)
-        if known is not None and _is_published(known, self._learner, arrays, digest):
-            return known.version
+        manifest = None if version is None else self._publisher.manifest(version)
+        if manifest is not None and _is_published(manifest, self._learner, arrays, digest):
+            return manifest.version
         if version not in (None, self.version + 1):
-            other = "is published with other parameters" if known else "would leave a gap"
+            other = "is published with other parameters" if manifest else "would leave a gap"
             raise StateRefused(
                 f"policy version {version} of run {self._run} {other}; the next one is {self.version + 1}, and a "
                 "number is never used twice"
@@ -168,11 +168,11 @@ class StepWriter(Closing):
         uses = self._uses(reads, skipped or {})
         resumes_at = self._resumes_at(oldest_checkpoint, reads[-1].position)
         arrays = _arrays(params)
-        before = self._recorded.get(step)
+        recorded = self._recorded.get(step)
         digest = _digest(arrays, digest)
-        if before is not None and self._is_on_record(before, uses, digest):
+        if recorded is not None and self._is_on_record(recorded, uses, digest):
             self.step = step
-            return before
+            return recorded
         totals = {
             use: sum(item.rows for item in uses if item.use == use) + self._total(use) for use in ("trained", "skipped")
         }
@@ -234,20 +234,20 @@ class StepWriter(Closing):
             )
         return self._recorded[checkpoint].position
 
-    def _is_on_record(self, before: LearnerStep, uses: Sequence[BatchUse], digest: str) -> bool:
+    def _is_on_record(self, recorded: LearnerStep, uses: Sequence[BatchUse], digest: str) -> bool:
         """Whether a step executed again has the digest on record. Raises StateRefused if its batches differ."""
-        if _without_reasons(before.uses) != _without_reasons(uses):
+        if _without_reasons(recorded.uses) != _without_reasons(uses):
             raise StateRefused(
-                f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}, but "
-                f"{names_of(before.uses)} are on record. Use the same batches again, or give another learner "
+                f"step {recorded.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}, but "
+                f"{names_of(recorded.uses)} are on record. Use the same batches again, or give another learner "
                 "name with take_over"
             )
-        if digest and before.params_digest == digest:
+        if digest and recorded.params_digest == digest:
             return True
         # Without a digest it is unknown whether these parameters are those already published.
         if digest:
-            digests = {"recorded": before.params_digest, "now": digest}
-            event(logger, "step_differs", level=logging.WARNING, step=before.step, **digests)
+            digests = {"recorded": recorded.params_digest, "now": digest}
+            event(logger, "step_differs", level=logging.WARNING, step=recorded.step, **digests)
         return False
 
     def _stage(self, step: int, arrays: Arrays | None, digest: str) -> PolicyManifest:
@@ -261,10 +261,10 @@ class StepWriter(Closing):
         return 0 if last is None else int(getattr(last, f"{use}_total"))
 
 
-def _is_published(known: PolicyManifest, learner: str, arrays: Arrays | None, digest: str) -> bool:
+def _is_published(manifest: PolicyManifest, learner: str, arrays: Arrays | None, digest: str) -> bool:
     """Whether a version has these parameters of this learner."""
     now = learner, arrays is None, _digest(arrays, digest)
-    return now == (known.learner, known.kind == "external", known.params_digest)
+    return now == (manifest.learner, manifest.kind == "external", manifest.params_digest)
 
 
 def _arrays(params: Tree | None) -> Arrays | None:

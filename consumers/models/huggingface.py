@@ -204,27 +204,27 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
     misshapen tensors, unless the tensors are exactly the decoder's; beside a tied embedding, an equal head is ignored.
     """
     directory = Path(directory)
-    wanted = base_shapes(config or load_config(directory))
+    expected_shapes = base_shapes(config or load_config(directory))
     stored: dict[str, NDArray[Any]] = {}
     for path in checkpoint_files(directory):
         stored |= safetensors_files.read(path)
     ignored = {name for name in stored if name.endswith(_NEVER_USED)}
-    head = None if HEAD in wanted else stored.pop(HEAD, None)
+    head = None if HEAD in expected_shapes else stored.pop(HEAD, None)
     stored = {name: array for name, array in stored.items() if name not in ignored}
-    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems = [f"{name} is missing" for name in expected_shapes if name not in stored]
     if head is not None and EMBEDDING in stored and not np.array_equal(head, stored[EMBEDDING]):
         problems.append(
             f"{HEAD} differs from {EMBEDDING}, although tie_word_embeddings is true; set it to false in {CONFIG}, or "
             "save the model without the head"
         )
-    problems += [f"{name} is not a tensor of the model" for name in sorted(set(stored) - set(wanted))]
+    problems += [f"{name} is not a tensor of the model" for name in sorted(set(stored) - set(expected_shapes))]
     problems += [
-        f"{name} has shape {list(array.shape)}, not {list(wanted[name])}"
+        f"{name} has shape {list(array.shape)}, not {list(expected_shapes[name])}"
         for name, array in stored.items()
-        if name in wanted and array.shape != wanted[name]
+        if name in expected_shapes and array.shape != expected_shapes[name]
     ]
     _refuse(problems, f"{directory} does not hold the model that its {CONFIG} describes")
-    return {name: stored[name] for name in wanted}
+    return {name: stored[name] for name in expected_shapes}
 
 
 def _refuse(problems: list[str], what: str) -> None:
@@ -276,10 +276,10 @@ def save_like(
     directory already holds a model.
     """
     template = Path(template)
-    wanted: dict[str, tuple[int, ...]] = {}
+    template_shapes: dict[str, tuple[int, ...]] = {}
     for path in checkpoint_files(template):
-        wanted |= {name: array.shape for name, array in safetensors_files.read(path).items()}
-    _write(Path(directory), read_json(template / CONFIG), wanted, params, dtype, MAX_SHARD_BYTES)
+        template_shapes |= {name: array.shape for name, array in safetensors_files.read(path).items()}
+    _write(Path(directory), read_json(template / CONFIG), template_shapes, params, dtype, MAX_SHARD_BYTES)
     copy_companions(template, directory)
 
 
@@ -301,7 +301,7 @@ def copy_companions(source: Path | str, directory: Path | str) -> None:
 def _write(
     directory: Path,
     settings: Mapping[str, Any],
-    wanted: Mapping[str, tuple[int, ...]],
+    template_shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, Any],
     dtype: DTypeLike | None,
     max_shard_bytes: int,
@@ -309,15 +309,15 @@ def _write(
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
         raise CheckpointRefused(f"{directory} already holds a model; give a directory without one")
-    problems = [f"{name} is missing" for name in wanted if name not in params]
-    problems += [f"{name} is not one of its tensors" for name in params if name not in wanted]
+    problems = [f"{name} is missing" for name in template_shapes if name not in params]
+    problems += [f"{name} is not one of its tensors" for name in params if name not in template_shapes]
     problems += [
         f"{name} has shape {list(params[name].shape)}, not {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in template_shapes.items()
         if name in params and tuple(params[name].shape) != shape
     ]
     _refuse(problems, "the parameters do not match the model")
-    tensors = {name: _LazyArray(params[name], dtype) for name in wanted}
+    tensors = {name: _LazyArray(params[name], dtype) for name in template_shapes}
     shards: list[dict[str, _LazyArray]] = [{}]
     filled = 0
     for name, tensor in tensors.items():

@@ -54,10 +54,10 @@ def _kept(scaled: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     ranks = jnp.arange(scaled.shape[-1])
     # The ratio of a probability to the highest is the exponential of the difference of their logits.
-    kept = (ranked - ranked[:, :1]) >= jnp.log(sampling.min_p)[:, None]
-    kept &= (sampling.top_k[:, None] <= 0) | (ranks < sampling.top_k[:, None])
-    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))
+    allowed = (ranked - ranked[:, :1]) >= jnp.log(sampling.min_p)[:, None]
+    allowed &= (sampling.top_k[:, None] <= 0) | (ranks < sampling.top_k[:, None])
+    probabilities = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf))
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept &= (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
-    kept |= ranks == 0
-    return jnp.zeros_like(kept).at[jnp.arange(len(scaled))[:, None], order].set(kept)
+    allowed &= (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
+    allowed |= ranks == 0
+    return jnp.zeros_like(allowed).at[jnp.arange(len(scaled))[:, None], order].set(allowed)

@@ -114,8 +114,8 @@ class ContentBuffer:
             for tensor in self._manifest.tensors
         }
         if self._checked:
-            known = {} if self._digests is None else self._digests.result()
-            check_digests(self._manifest, _completed(known, arrays))
+            digests_by_name = {} if self._digests is None else self._digests.result()
+            check_digests(self._manifest, _completed(digests_by_name, arrays))
         return arrays
 
 
@@ -185,19 +185,19 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
 
 def check_digests(manifest: PolicyManifest, digests: Iterable[TensorDigest]) -> None:
     """Raise WeightsRefused unless the digests of all tensors, and hence of the whole, match a manifest."""
-    known = {tensor.name: tensor for tensor in digests}
+    digests_by_name = {tensor.name: tensor for tensor in digests}
     for tensor in manifest.tensors:
-        if known[tensor.name].digest != tensor.digest:
+        if digests_by_name[tensor.name].digest != tensor.digest:
             raise WeightsRefused(f"{_named(manifest, tensor)} differs from its manifest; {_lies(manifest, tensor)}")
-    if tree_digest(known.values()) != manifest.digest:
+    if tree_digest(digests_by_name.values()) != manifest.digest:
         raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
 
 
-def _completed(known: Mapping[str, str], arrays: Arrays) -> tuple[TensorDigest, ...]:
+def _completed(digests_by_name: Mapping[str, str], arrays: Arrays) -> tuple[TensorDigest, ...]:
     """Return the digests of all arrays; unknown digests are computed."""
-    missing = tensor_digests({name: array for name, array in arrays.items() if name not in known})
-    rest = described({name: array for name, array in arrays.items() if name in known})
-    return (*(tensor._replace(digest=known[tensor.name]) for tensor in rest), *missing)
+    missing = tensor_digests({name: array for name, array in arrays.items() if name not in digests_by_name})
+    rest = described({name: array for name, array in arrays.items() if name in digests_by_name})
+    return (*(tensor._replace(digest=digests_by_name[tensor.name]) for tensor in rest), *missing)
 
 
 def _named(manifest: PolicyManifest, tensor: Tensor) -> str:

@@ -144,9 +144,9 @@ class WeightsPublisher:
         Raises ShardMissing unless all processes store their tensors in time.
         """
         clock, version, alone = _Stages(figures or {}), self.latest_version + 1, self._barrier.processes == 1
-        before = self._before()
-        self._barrier.begin(version, -1 if before is None else before[0].version)
-        share = draft(arrays, None if before is None else before[1], alone=alone)
+        base = self._before()
+        self._barrier.begin(version, -1 if base is None else base[0].version)
+        share = draft(arrays, None if base is None else base[1], alone=alone)
         clock.ended("compare_s")
         plan = planned(self._barrier.offers(share.offer), self._config)
         if not alone:
@@ -183,9 +183,9 @@ class WeightsPublisher:
         """
         if self._base is None:
             return None
-        before = self._base[0].version
+        base_version = self._base[0].version
         anchor = max(v for v, manifest in self._manifests.items() if manifest.kind == "full")
-        if before != self.latest_version or before + 1 - anchor >= self._config.anchor_every:
+        if base_version != self.latest_version or base_version + 1 - anchor >= self._config.anchor_every:
             return None
         return self._base
 
@@ -246,7 +246,7 @@ class WeightsPublisher:
     def _tombstone_unnamed(self, kafka: KafkaConfig) -> set[int]:
         """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest, but none of a
         version whose manifest is unreadable here. Return the kept versions of which chunks are missing."""
-        kept = {
+        kept_chunks = {
             encode_key(manifest.version, manifest.epoch, chunk.index): chunk
             for version in self._live
             for manifest in (self._manifests[version],)
@@ -255,21 +255,21 @@ class WeightsPublisher:
         chunks = read_to_end(kafka, self._weights_topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE)
         live = _live_keys(chunks)
         unknown = {key for key in live if self._unreadable and versions_of((key,)) & self._unreadable}
-        removed = {key: partition for key, (partition, _) in live.items() if key not in kept.keys() | unknown}
+        removed = {key: partition for key, (partition, _) in live.items() if key not in kept_chunks.keys() | unknown}
         for key, partition in removed.items():
             self._writer.tombstone(key, partition)
         self._writer.flush()
         if removed:
             event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(versions_of(removed)))
-        on_log = {key: (chunk.partition, chunk.offset) for key, chunk in kept.items() if not chunk.url}
+        on_log = {key: (chunk.partition, chunk.offset) for key, chunk in kept_chunks.items() if not chunk.url}
         return versions_of(key for key, place in on_log.items() if live.get(key) != place)
 
 
 class _Stages:
     """Seconds of the stages of a publication, one after another."""
 
-    def __init__(self, before: Mapping[str, float]) -> None:
-        self.figures = dict(before)
+    def __init__(self, earlier_figures: Mapping[str, float]) -> None:
+        self.figures = dict(earlier_figures)
         self._began = time.monotonic()
 
     def ended(self, stage: str) -> None:

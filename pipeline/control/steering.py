@@ -75,14 +75,14 @@ def check_run(kafka: KafkaConfig, run: str) -> None:
 
 def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
     """Return the state that commands ask for in a run, as plain values for JSON. Raises BrokerUnavailable."""
-    wanted = steering.desired_state(kafka, run)
+    state = steering.desired_state(kafka, run)
     return {
-        "processes": wanted.numbers,
-        "paused": {name: pause.reason for name, pause in sorted(wanted.paused.items())},
-        "weights": dict(sorted(wanted.weights.items())),
-        "stop_at_step": wanted.last_step,
-        "drain": (steering.DONE if wanted.drained else steering.WANTED) if wanted.draining else None,
-        "evaluate_version": request.version if (request := wanted.evaluation_request) else None,
+        "processes": state.numbers,
+        "paused": {name: pause.reason for name, pause in sorted(state.paused.items())},
+        "weights": dict(sorted(state.weights.items())),
+        "stop_at_step": state.last_step,
+        "drain": (steering.DONE if state.drained else steering.WANTED) if state.draining else None,
+        "evaluate_version": request.version if (request := state.evaluation_request) else None,
     }
 
 

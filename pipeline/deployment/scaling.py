@@ -34,18 +34,18 @@ def bounds(rule: AutoscaleConfig, partitions: int) -> tuple[int, int]:
 def recommended(rule: AutoscaleConfig, partitions: int, lag: float, processes: int) -> int:
     """Return the wanted number of processes for this total lag, given the current number."""
     least, most = bounds(rule, partitions)
-    wanted = math.ceil(lag / rule.lag_per_process)
+    needed = math.ceil(lag / rule.lag_per_process)
     if processes > 0 and 1 - TOLERANCE <= lag / (rule.lag_per_process * processes) <= 1 + TOLERANCE:
-        wanted = processes
-    return min(max(wanted, least), most)
+        needed = processes
+    return min(max(needed, least), most)
 
 
-def stabilized(wanted: Iterable[int], processes: int) -> int:
+def stabilized(recommendations: Iterable[int], processes: int) -> int:
     """Return the number of processes to run, from the numbers wanted within the window, the newest last.
 
     Processes are added at once, but removed only once every number wanted within the window is lower.
     """
-    recent = list(wanted)
+    recent = list(recommendations)
     return max(recent[-1], min(processes, max(recent)))
 
 

@@ -6,8 +6,7 @@ from importlib.metadata import version
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError, RollstreamError, TopicError
-from rollstream.topics.kafka import granted_permissions as granted
-from rollstream.topics.kafka import provisioning
+from rollstream.topics.kafka import granted_permissions, provisioning
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _OLDEST_BROKER = (4, 0)
@@ -15,9 +14,9 @@ _OLDEST_BROKER = (4, 0)
 
 def check_versions(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding on the versions of the client and the brokers."""
-    ours = f"rollstream {version('rollstream')}, librdkafka {granted.client_version()}"
+    ours = f"rollstream {version('rollstream')}, librdkafka {granted_permissions.client_version()}"
     try:
-        broker = granted.broker_version(config.kafka)
+        broker = granted_permissions.broker_version(config.kafka)
     except ConfigurationError:
         yield Finding(
             check="versions", level="note", text=f"{ours}; the brokers' version cannot be determined from here"

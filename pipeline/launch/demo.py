@@ -43,7 +43,7 @@ from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.report import write_report
 from rollstream.pipeline.tools.top import frame
-from rollstream.pipeline.ui.beside_run import RunPage
+from rollstream.pipeline.ui.run_page import RunPage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import provisioning

@@ -125,16 +125,16 @@ class SteeredProcesses:
 
     def _follow(self, role: str, numbers: Mapping[str, int]) -> str:
         """Follow the number that is wanted of a role, or of the workers of an environment; return why not, or ""."""
-        wanted = numbers.get(role)
+        desired = numbers.get(role)
         if role == GROUP and self._scaler is not None:
-            self._scaler.manual = None if wanted is None else min(wanted, self._config.topics.partitions)
+            self._scaler.manual = None if desired is None else min(desired, self._config.topics.partitions)
             return ""
         if role.startswith(REPLICAS):
-            return self._follow_replicas(role, wanted, numbers)
-        number = self._configured.get(role, 0) if wanted is None else wanted
+            return self._follow_replicas(role, desired, numbers)
+        number = self._configured.get(role, 0) if desired is None else desired
         numbered = self._numbered[role]
         if role != ENV and not self._configured.get(role):
-            return "" if wanted is None else f"{role}={number} is not followed: this run has no role {role}"
+            return "" if desired is None else f"{role}={number} is not followed: this run has no role {role}"
         try:
             number = counts(with_numbers(self._config, {role: number})).get(role, 0)
             # A process that is still ending gives its port to its successor, which starts after it.
@@ -149,22 +149,22 @@ class SteeredProcesses:
         numbered.want(number)
         return ""
 
-    def _follow_replicas(self, name: str, wanted: int | None, numbers: Mapping[str, int]) -> str:
+    def _follow_replicas(self, name: str, desired: int | None, numbers: Mapping[str, int]) -> str:
         """Check the number of workers that play an environment; they follow it by themselves."""
         workers, environment = self._numbered[ENV].processes, name.removeprefix(REPLICAS)
-        if wanted is None:
+        if desired is None:
             return ""
         idle = [n for n in range(workers) if not played_by(self._config, n, numbers)]
         if environment not in {entry.name or entry.use for entry in self._config.mixture}:
             why = f"no entry of environments has the name {environment}"
-        elif wanted > workers:
-            why = f"the run has {workers} workers; add some by `rollstream steer scale {ENV}={wanted}` first"
+        elif desired > workers:
+            why = f"the run has {workers} workers; add some by `rollstream steer scale {ENV}={desired}` first"
         elif idle:
             why = f"worker {idle[0]} would have nothing to play"
         else:
             return ""
         self._keep(name, None)
-        return f"{name}={wanted} is not followed: {why}"
+        return f"{name}={desired} is not followed: {why}"
 
     def _keep(self, role: str, kept: int | None) -> None:
         """Put the number that is kept in place of the request of a role; nothing is on record without one."""

@@ -167,7 +167,7 @@ class Supervisor:
             if role.excused and not self._may_end(role.spec.kind):
                 role.excused, role.restart_at = False, now
             if role.restart_at is not None and now >= role.restart_at:
-                self._spawn(role.spec, before=role)
+                self._spawn(role.spec, predecessor=role)
             self._notice_lateness(role, now)
 
     @property
@@ -308,7 +308,7 @@ class Supervisor:
     def _registered(self, spec: RoleSpec) -> ProcessRegistry | None:
         return None if spec.optional else self._registry
 
-    def _spawn(self, spec: RoleSpec, before: SupervisedRole | None = None) -> None:
+    def _spawn(self, spec: RoleSpec, predecessor: SupervisedRole | None = None) -> None:
         """Start a role. Count a failure of the system to do so as an exit of the role; `poll` then tries again."""
         log, registry = self.log_dir / f"{spec.name}.log", self._registered(spec)
         # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
@@ -316,14 +316,18 @@ class Supervisor:
             try:
                 process, ready_fd = self._start_process(spec, log, registry)
             except OSError as error:  # no room on the disk, or no process or file is left
-                self._note_unstarted(spec, log, before, error)
+                self._note_unstarted(spec, log, predecessor, error)
                 return
             role = SupervisedRole(
                 spec=spec, log=log, process=process, ready_fd=ready_fd, started=time.monotonic(), heard=self._clock()
             )
-            if before is not None:
+            if predecessor is not None:
                 self._restarts += 1
-                role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
+                role.exits, role.ever_ready, role.recent = (
+                    predecessor.exits + 1,
+                    predecessor.ever_ready,
+                    predecessor.recent,
+                )
             self._roles[spec.name] = role
             if registry:
                 registry.register(spec.name, process.pid, spec.command_digest)
@@ -357,9 +361,9 @@ class Supervisor:
                 os.close(ready_write)
         return process, ready_read
 
-    def _note_unstarted(self, spec: RoleSpec, log: Path, before: SupervisedRole | None, error: OSError) -> None:
+    def _note_unstarted(self, spec: RoleSpec, log: Path, predecessor: SupervisedRole | None, error: OSError) -> None:
         now, began = self._clock(), time.monotonic()
-        role = before or SupervisedRole(
+        role = predecessor or SupervisedRole(
             spec=spec, log=log, process=Unstarted(), ready_fd=None, started=began, heard=now, reaped=True
         )
         self._roles[spec.name] = role
@@ -417,10 +421,10 @@ class Supervisor:
         """Have `poll` start a role that does not run, after a pause, and log the event `name`. Raises RoleFailed if the
         role failed too often."""
         spec, role.ready, role.restart_at = role.spec, False, None
-        before = [at for at in role.recent if now - at < spec.window_s]
-        pause_s = min(spec.backoff_s * 2 ** min(len(before), 30), max(_LONGEST_PAUSE_S, spec.backoff_s))
-        if not role.ever_ready or len(before) >= spec.restarts:
-            times = f" ({len(before) + 1} times)" if before else ""
+        recent_exits = [at for at in role.recent if now - at < spec.window_s]
+        pause_s = min(spec.backoff_s * 2 ** min(len(recent_exits), 30), max(_LONGEST_PAUSE_S, spec.backoff_s))
+        if not role.ever_ready or len(recent_exits) >= spec.restarts:
+            times = f" ({len(recent_exits) + 1} times)" if recent_exits else ""
             failure = f"{problem}{times}: {cause}"
             if spec.optional:
                 self._give_up(role, failure)
@@ -428,9 +432,9 @@ class Supervisor:
             if not self._is_spared(role):
                 raise RoleFailed(f"role {spec.name} {failure}")
             pause_s = max(pause_s, _LONGEST_PAUSE_S)
-            self._loops[spec.name] = CrashLoop(exits=len(before) + 1, cause=failure, again_in_s=pause_s)
+            self._loops[spec.name] = CrashLoop(exits=len(recent_exits) + 1, cause=failure, again_in_s=pause_s)
         event(logger, name, level=logging.WARNING, role=spec.name, restart_in_s=pause_s, **fields)
-        role.recent, role.restart_at = (*before, now), now + pause_s
+        role.recent, role.restart_at = (*recent_exits, now), now + pause_s
 
     def _lose(self, role: SupervisedRole) -> None:
         """Leave a role to the process that took its place: started again, each would fence the other without end."""

@@ -48,27 +48,27 @@ def find(kafka: KafkaConfig, run: str, exclusion: Exclusion, partitions: int) ->
     """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts."""
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
-    named: list[set[int]] = []
+    excluded_offsets: list[set[int]] = []
     with progress("partitions") as show:
         for partition in range(partitions):
             show(partition, partitions)
-            named.append(_named(kafka, run, partition, config))
+            excluded_offsets.append(_named(kafka, run, partition, config))
             # The index, which `name_steps` uses, names the skipped records of the journal.
             unread = SkippedRecords(logged=False)
             journal = [record for _offset, record in read_journal(kafka, run, partition, unread)]
             read = range(journal[0].begin, journal[-1].position) if journal else range(0)
-            fates = fates_in(journal, read, named[-1], oldest_snapshot(journal))
+            fates = fates_in(journal, read, excluded_offsets[-1], oldest_snapshot(journal))
             report.fates.update(
                 f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
             )
-            details = journal_details(exclusion, named[-1])
+            details = journal_details(exclusion, excluded_offsets[-1])
             report.dropped_along += sum(
-                drop.offset not in named[-1] and drop.reason == "excluded" and drop.detail in details
+                drop.offset not in excluded_offsets[-1] and drop.reason == "excluded" and drop.detail in details
                 for record in journal
                 for drop in record.drops
             )
         show(partitions, partitions)
-    report.batches = _batches(kafka, run, config, named, report.skipped)
+    report.batches = _batches(kafka, run, config, excluded_offsets, report.skipped)
     return report
 
 
@@ -107,14 +107,14 @@ def name_steps(view: IndexedRun, report: ExclusionReport) -> None:
     report.skipped.merge(view.skipped)
 
 
-def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
-    """Return the details with which the journal records drops for this exclusion; `named` holds the excluded offsets.
+def journal_details(exclusion: Exclusion, excluded_offsets: Iterable[int]) -> set[str]:
+    """Return the details with which the journal records drops for this exclusion of rollouts at these offsets.
 
     If a member is excluded, every member of its group is dropped with the detail for that member.
     """
     names: list[tuple[str, str | int]] = [("environment", name) for name in exclusion.environments]
     names += [("worker", name) for name in exclusion.workers]
-    names += [("offset", offset) for offset in named] if exclusion.offsets else []
+    names += [("offset", offset) for offset in excluded_offsets] if exclusion.offsets else []
     return {clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names}
 
 
@@ -140,25 +140,27 @@ def _named(kafka: KafkaConfig, run: str, partition: int, config: GroupingConfig)
 
 
 def _batches(
-    kafka: KafkaConfig, run: str, config: GroupingConfig, named: Sequence[set[int]], skipped: SkippedRecords
+    kafka: KafkaConfig, run: str, config: GroupingConfig, excluded_offsets: Sequence[set[int]], skipped: SkippedRecords
 ) -> list[dict[str, Any]]:
     """Find batches that hold excluded rollouts. One excluded by worker is found only if `rollouts` still holds it."""
     held: dict[str, dict[str, Any]] = {}
     # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
     for batch in read_batches(kafka, run, skipped, isolation="read_uncommitted"):
         # A record that grouping did not write may name any partition.
-        if batch.partition < len(named) and (summary := _summary(batch, config, named[batch.partition])):
+        if batch.partition < len(excluded_offsets) and (
+            summary := _summary(batch, config, excluded_offsets[batch.partition])
+        ):
             held[batch.batch_id] = summary
     return list(held.values())
 
 
-def _summary(batch: TrainingBatch, config: GroupingConfig, named: Set[int]) -> dict[str, Any] | None:
+def _summary(batch: TrainingBatch, config: GroupingConfig, excluded_offsets: Set[int]) -> dict[str, Any] | None:
     """Return the counts of a batch that holds excluded rollouts; None for another batch.
 
-    `named` holds the offsets of excluded rollouts of its partition, as far as `rollouts` still has them.
+    `excluded_offsets` holds the offsets of excluded rollouts of its partition, as far as `rollouts` still has them.
     """
     excluded = sum(
-        offset in named
+        offset in excluded_offsets
         or config.excludes_offset(batch.partition, offset)
         or batch.groups[group].environment in config.exclude_environments
         for offset, group in zip(batch.source_offsets.tolist(), batch.group_index.tolist(), strict=True)

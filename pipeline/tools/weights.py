@@ -160,9 +160,9 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     chosen = sorted(args.version or published.by_number)
     check_published(config, published.by_number, *chosen)
     states = published.chunk_states()
-    kept = _kept(config, published)
+    retained = _kept(config, published)
     answers = {number: "not on the log" for number in chosen if published.by_number[number].manifest.kind == "external"}
-    answers |= {number: _EXPIRED for number in chosen if states[number] == GONE and number not in kept}
+    answers |= {number: _EXPIRED for number in chosen if states[number] == GONE and number not in retained}
     # The manifests of versions whose chunks are gone are not held whole, because these are most of a long run.
     unchecked = [number for number in chosen if number not in answers]
     found = manifests(config, *unchecked).by_version
@@ -172,18 +172,18 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         for number in unchecked:
             # If a store does not answer, each version in it that must be whole is waited for, but only one other.
             stores = published.by_number[number].stores
-            if states[number] == UNLISTED and number not in kept and stores in silent:
+            if states[number] == UNLISTED and number not in retained and stores in silent:
                 answers[number] = f"unread: not tried, because its store did not answer for version {silent[stores]}"
                 continue
             answers[number] = verifier.check(number)
             if answers[number].startswith("unread"):
                 silent[stores] = number
     missing = {number for number in unchecked if answers[number].startswith("missing")}
-    if missing & kept:
+    if missing & retained:
         # A learner that publishes meanwhile removes versions that were among the newest when this command began.
-        kept = _kept(config, PublishedVersions(config))
-        answers |= dict.fromkeys(missing - kept, _EXPIRED)
-    failed = any(answers[number] != "whole" and (number in kept or number not in missing) for number in unchecked)
+        retained = _kept(config, PublishedVersions(config))
+        answers |= dict.fromkeys(missing - retained, _EXPIRED)
+    failed = any(answers[number] != "whole" and (number in retained or number not in missing) for number in unchecked)
     answers = {number: answers[number] for number in chosen}
     if not args.version:
         # A publisher counts such versions, so they are among the newest that must be whole.
@@ -195,8 +195,8 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         print(compact([{"version": number, "result": result} for number, result in answers.items()]))
     else:
         print(table(("version", "result"), list(answers.items())))
-        whole = sum(result == "whole" for result in answers.values())
-        print(f"{whole} of {len(answers)} versions are on the log and match their digests")
+        sound = sum(result == "sound" for result in answers.values())
+        print(f"{sound} of {len(answers)} versions are on the log and match their digests")
     return 1 if failed else 0
 
 
@@ -300,10 +300,10 @@ class _Verifier:
 def _fetch(config: RunConfig, *versions: int) -> list[dict[str, NDArray[Any]]]:
     """Fetch the arrays of versions. Raises TopicError, with the reason, if one cannot be fetched whole."""
     timeout_s, fetched = config.learner.weights.fetch_timeout_s, []
-    whole = read_whole(config, *versions)
+    manifests = read_whole(config, *versions)
     for number in versions:
         with fetching(config, number) as fetcher:
-            fetched.append(load_version(fetcher, whole, number, timeout_s=timeout_s))
+            fetched.append(load_version(fetcher, manifests, number, timeout_s=timeout_s))
     return fetched
 
 

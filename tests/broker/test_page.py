@@ -20,7 +20,7 @@ from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import index_file
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
-from rollstream.pipeline.ui.beside_run import RunPage
+from rollstream.pipeline.ui.run_page import RunPage
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients

@@ -97,21 +97,23 @@ def _plan_topics(kafka: KafkaConfig, config: TopicsConfig, run: str, settings: M
     plans = []
     for spec in CATALOGUE:
         topic = topic_name(run, spec.name)
-        wanted, count = {**spec.settings(config, kafka), **settings}, spec.partition_count(config)
+        topic_settings, count = {**spec.settings(config, kafka), **settings}, spec.partition_count(config)
         current = existing.get(topic)
         if current is None:
-            plans.append(TopicPlan(topic, count, wanted, create=True))
+            plans.append(TopicPlan(topic, count, topic_settings, create=True))
             continue
         if current.partitions != count:
             raise TopicError(
                 f"topic {topic} has {current.partitions} partitions, the configuration says {count}; the number is "
                 f"fixed for a run: set it back, or start a run with another name"
             )
-        changes = {k: (current.settings.get(k, ""), v) for k, v in wanted.items() if current.settings.get(k) != v}
+        changes = {
+            k: (current.settings.get(k, ""), v) for k, v in topic_settings.items() if current.settings.get(k) != v
+        }
         # With -1, brokers choose the number when they create a topic.
         same = config.replication_factor in (current.replicas, -1)
         replicas = None if same else (current.replicas, config.replication_factor)
-        plans.append(TopicPlan(topic, current.partitions, wanted, changes=changes, replicas=replicas))
+        plans.append(TopicPlan(topic, current.partitions, topic_settings, changes=changes, replicas=replicas))
     return plans
 
 
@@ -139,8 +141,8 @@ def apply(
             ResourceType.TOPIC,
             p.topic,
             incremental_configs=[
-                ConfigEntry(k, wanted, incremental_operation=AlterConfigOpType.SET)
-                for k, (_now, wanted) in p.changes.items()
+                ConfigEntry(k, value, incremental_operation=AlterConfigOpType.SET)
+                for k, (_now, value) in p.changes.items()
             ],
         )
         for p in plans
@@ -247,9 +249,9 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
     client = clients.admin(kafka)
     try:
         present = client.list_topics(timeout=_TIMEOUT_S).topics
-        wanted = [topic_name(run, spec.name) for spec in CATALOGUE]
-        names = [name for name in wanted if name in present]
-        _check_hidden(client, [name for name in wanted if name not in present])
+        topics = [topic_name(run, spec.name) for spec in CATALOGUE]
+        names = [name for name in topics if name in present]
+        _check_hidden(client, [name for name in topics if name not in present])
         if not names:
             return []
         ids = topic_admin.topic_ids(kafka, names)

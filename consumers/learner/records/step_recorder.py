@@ -200,7 +200,7 @@ class StepRecorder(Closing):
         position: int,
         metrics: Mapping[str, float],
         params: StepParams,
-        before: LearnerPosition,
+        previous_position: LearnerPosition,
         *,
         oldest: int = -1,
         stream_time_ms: int = -1,
@@ -231,8 +231,8 @@ class StepRecorder(Closing):
             position=position,
             policy_version=-1 if manifest is None else manifest.version,
             params_digest=digest,
-            trained_total=before.trained_total + rows_of(uses, "trained"),
-            skipped_total=before.skipped_total + rows_of(uses, "skipped"),
+            trained_total=previous_position.trained_total + rows_of(uses, "trained"),
+            skipped_total=previous_position.skipped_total + rows_of(uses, "skipped"),
             metrics={
                 **metrics,
                 "time/snapshot": params.seconds,
@@ -285,7 +285,7 @@ class StepRecorder(Closing):
             figures={**figures, "convert_s": time.monotonic() - began},
         )
 
-    def record_skips(self, step: int, uses: tuple[BatchUse, ...], before: LearnerPosition) -> None:
+    def record_skips(self, step: int, uses: tuple[BatchUse, ...], previous_position: LearnerPosition) -> None:
         """Put skipped batches on record before their step is complete.
 
         Workers wait until their rollouts are trained or skipped: a learner that skipped every batch and recorded the
@@ -299,13 +299,13 @@ class StepRecorder(Closing):
             step=step,
             input_run=self._input_run,
             uses=uses,
-            position=before.position,
+            position=previous_position.position,
             policy_version=-1,
             params_digest="",
-            trained_total=before.trained_total,
-            skipped_total=before.skipped_total + rows_of(uses, "skipped"),
+            trained_total=previous_position.trained_total,
+            skipped_total=previous_position.skipped_total + rows_of(uses, "skipped"),
             timestamp=time.time(),
-            oldest=before.oldest,
+            oldest=previous_position.oldest,
             resumes_at=self._resumes_at,
         )
         self._log.commit([self._log.record(record)])

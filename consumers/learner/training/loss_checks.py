@@ -64,8 +64,8 @@ def check_gradient(surrogate: Surrogate, config: LossConfig, sequences: Sequence
         steps = np.zeros((len(places), *learner.shape))
         for number, place in enumerate(places):
             steps[number][place] = _STEP
-        held = jax.jit(jax.vmap(_holding(value, learner)))
-        differences = (np.asarray(held(learner + steps)) - np.asarray(held(learner - steps))) / (2 * _STEP)
+        objective = jax.jit(jax.vmap(_holding(value, learner)))
+        differences = (np.asarray(objective(learner + steps)) - np.asarray(objective(learner - steps))) / (2 * _STEP)
     for place, difference in zip(places, differences, strict=True):
         assert abs(gradient[place] - difference) <= _TOLERANCE, (
             f"the gradient of the loss is {gradient[place]:.6g} where its value changes by {difference:.6g}, "
@@ -214,17 +214,18 @@ def _summed(
 def _holding(function: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:
     """Return `function` with the arguments of `stop_gradient` held at their values for `at`."""
     closed = jax.make_jaxpr(function)(at)
-    held: list[Any] = []
-    _evaluate(closed, [at], held, None)
+    stopped_values: list[Any] = []
+    _evaluate(closed, [at], stopped_values, None)
 
     def value(argument: Any) -> Any:
-        return _evaluate(closed, [argument], [], iter(held))[0]
+        return _evaluate(closed, [argument], [], iter(stopped_values))[0]
 
     return value
 
 
-def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], seen: list[Any], held: Any) -> list[Any]:
-    """Evaluate a traced function; append `stop_gradient` inputs to `seen`; take its outputs from `held` if given."""
+def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], seen: list[Any], stopped_values: Any) -> list[Any]:
+    """Evaluate a traced function; append `stop_gradient` inputs to `seen`; take its outputs from
+    `stopped_values` if given."""
     jaxpr: Jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -237,9 +238,9 @@ def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], seen: list[Any], he
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive.name == "stop_gradient":
             seen.append(inputs[0])
-            outputs: Any = [inputs[0] if held is None else next(held)]
+            outputs: Any = [inputs[0] if stopped_values is None else next(stopped_values)]
         elif equation.primitive.name in _CALLS and isinstance(inner, ClosedJaxpr):
-            outputs = _evaluate(inner, inputs, seen, held)
+            outputs = _evaluate(inner, inputs, seen, stopped_values)
         else:
             bind: Callable[..., Any] = equation.primitive.bind
             outputs = bind(*inputs, **equation.params)

@@ -52,11 +52,15 @@ class PageRun:
         self._ledgers = Background(f"ledger of {config.run}")
         # A change may wait for grouping for a minute, so it has a separate thread.
         self._changes = Background(f"changes of {config.run}")
-        self.letters: Kept[list[dict[str, Any]]] = Kept(
+        self.letters: CachedValue[list[dict[str, Any]]] = CachedValue(
             self._slow, lambda: dead_letters.rows(config.kafka, config.run), _KEEP_S
         )
-        self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
-        self.mixture: Kept[dict[str, Any]] = Kept(self._slow, lambda: mixture_states.mixture(config), _KEEP_S)
+        self.sessions: CachedValue[SessionList] = CachedValue(
+            self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S
+        )
+        self.mixture: CachedValue[dict[str, Any]] = CachedValue(
+            self._slow, lambda: mixture_states.mixture(config), _KEEP_S
+        )
         self._books: LiveLedger | None = None
         self._proving = threading.Lock()
         self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)
@@ -171,7 +175,7 @@ async def closed(runs: list[PageRun]) -> None:
     await asyncio.gather(*(asyncio.to_thread(run.close) for run in runs))
 
 
-class Kept(Generic[T]):
+class CachedValue(Generic[T]):
     """A value that one thread reads for all concurrent requests, again when it is older than `keep_s`."""
 
     def __init__(self, background: Background, read: Callable[[], T], keep_s: float) -> None:
