@@ -125,6 +125,34 @@ def test_the_tutorial_leads_from_a_task_to_a_curve_a_bad_rollout_and_an_export(r
     assert list((real_run.directory / "exported").glob("**/*.parquet"))
     assert (real_run.directory / "model" / "model.safetensors").is_file()
 
+    # The notebooks look into the tutorial's run.
+    archive, rescored = (results_of(name, real_run) for name in ("archive", "rescore"))
+    assert "zero_variance" in archive
+    assert "policy_version" in archive
+    assert "changed" in rescored
+    assert "rollstream fork --config run.toml --from-step" in rescored or "last clean step" in rescored
+
+
+def results_of(name: str, run: RealRun) -> str:
+    """Run a notebook in the run's directory as its readers do; return what its cells print and show."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    file = ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+    notebook = nbformat.read(file, as_version=4)
+    assert len(notebook.cells) < 12
+    assert not any(cell.get("outputs") for cell in notebook.cells), "no output is committed"
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "KAFKA_BOOTSTRAP_SERVERS": run.kafka.bootstrap_servers,
+        "ROLLSTREAM_RUN": run.name,
+    }
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(run.directory)}})
+    client.execute(env=environment)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text", "") or output["data"].get("text/plain", "") for output in outputs)
+
 
 def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
     assert sorted((name, kind, language) for name, kind, language, _body in BLOCKS) == [
