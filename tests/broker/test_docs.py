@@ -127,10 +127,10 @@ def test_the_tutorial_leads_from_a_task_to_a_curve_a_bad_rollout_and_an_export(r
 
     # The notebooks look into the tutorial's run.
     archive, rescored = (results_of(name, real_run) for name in ("archive", "rescore"))
-    assert "zero_variance" in archive
     assert "policy_version" in archive
-    assert "changed" in rescored
-    assert "rollstream fork --config run.toml --from-step" in rescored or "last clean step" in rescored
+    assert "batched" in archive
+    assert "largest_difference" in rescored
+    assert "last clean step and version:" in rescored
 
 
 def results_of(name: str, run: RealRun) -> str:
