@@ -8,7 +8,7 @@ from rollstream.consumers.buffers.rollouts.rows import rollouts_of
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.makers.batch_maker import group_bytes, row_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.records import NamedArray, Rollout, TrainingBatch
+from rollstream.topics.records import Mark, NamedArray, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import REFERENCE, examples_of
 from tests.support.pairs import cancelled, driver, fates, pair, reasons, uids
@@ -39,6 +39,24 @@ def test_a_batch_is_cut_when_its_oldest_group_has_waited_max_batch_age() -> None
     (batch,) = d.batches
     assert batch.cut == "age"
     assert batch.cut_ms == 5_000
+
+
+def test_groups_that_a_drain_releases_leave_in_batches_of_the_configured_size() -> None:
+    d = driver(batch_rollouts=4)
+    for number in range(5):
+        pair(d, str(number), policy_version=1)
+    d.pipe(Mark(kind="drain", policy_version=1))
+    assert [len(batch.rewards) for batch in d.batches] == [4, 4, 2]
+
+
+def test_a_batch_that_is_full_is_not_cut_by_age() -> None:
+    d = driver(batch_rollouts=4, min_group_size=2, group_deadline_s=5.0, max_batch_age_s=10.0)
+    pair(d, "aged")
+    for number in range(4):
+        d.now_ms = 1000 * number
+        pair(d, str(number), group_size=3)
+    d.advance(20_000)  # The aged group is due, after the others have sealed.
+    assert [(batch.cut, len(batch.rewards)) for batch in d.batches] == [("size", 4), ("size", 4)]
 
 
 def test_a_batch_holds_no_more_than_batch_bytes() -> None:

@@ -17,8 +17,10 @@ from rollstream.consumers.grouping.makers.batch_maker import (
     SealedGroup,
     example_bytes,
 )
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import StateRefused
+from rollstream.topics.records.offset_ranges import from_ranges
 from rollstream.topics.wire.rl_examples import RLExample, Source
 from tests.support.live_objects import live
 from tests.support.pairs import pair, reasons, uids
@@ -209,6 +211,19 @@ def test_a_discarded_rollout_is_dropped_with_the_makers_reason_when_its_group_fi
     pair(d, "1")
     assert uids(d) == [("0a", "1a")]
     assert reasons(d) == {1: "not mine", 3: "not mine"}
+
+
+def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_crash() -> None:
+    d = driver_of(ReservoirBatchMaker, batch_rollouts=3)
+    pair(d, "0")
+    pair(d, "1")
+    record = d.commit(snapshot=True)
+    (half,) = from_ranges(record.delivered)
+    assert half in d.batches[0].source_offsets
+    d.crash_and_restore()
+    d.drain()
+    assert sorted(offset for batch in d.batches for offset in batch.source_offsets.tolist()) == [0, 1, 2, 3]
+    assert [len(batch) for batch in d.batches] == [3, 1]
 
 
 def test_no_rollout_is_kept_in_memory_once_its_group_finished() -> None:

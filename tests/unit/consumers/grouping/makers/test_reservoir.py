@@ -201,3 +201,12 @@ def test_the_newest_version_of_an_example_is_kept_and_versions_are_numbers() -> 
     d.drain()
     assert [group.policy_version for batch in d.batches for group in batch.groups] == [10]
     assert reasons(d) == dict.fromkeys((0, 1, 4, 5), "superseded_version")
+
+
+def test_a_reservoir_put_in_force_later_drops_groups_superseded_before() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), policy_version=2)
+    pair(d, policy_version=1)
+    pair(d, policy_version=2)
+    assert d.drops == []
+    d.configure(GroupingConfig(batch_rollouts=100, maker="reservoir"))
+    assert reasons(d) == {0: "superseded_version", 1: "superseded_version"}
