@@ -89,8 +89,8 @@ def test_a_record_of_another_topic_is_not_decoded(monkeypatch: pytest.MonkeyPatc
     assert foreign[:-1] not in decoded
 
 
-DECODED = example_rollout("a", highest_version=2**63 - 1)
-"""A rollout that the fast reader leaves to the decoder, because of a number of ten bytes."""
+DECODED = example_rollout("a", float("inf"))
+"""A rollout that the fast reader leaves to the decoder, because of its reward."""
 
 
 @pytest.mark.parametrize(
