@@ -96,7 +96,9 @@ def picture(name: str, curve: Curve) -> str:
     """Return a curve as an SVG file of its own, with the colours of reports in light and dark."""
     style = files("rollstream.pipeline.report").joinpath("style.css").read_text(encoding="utf-8")
     colours = re.findall(r"--(ground|line|muted|c0): (#\w+)", style)
-    of, dark = dict(reversed(colours)), dict(colours)
+    # The first definitions are those of light mode, the second those of dark mode.
+    of = dict(reversed(colours))
+    dark = {name: [colour for key, colour in colours if key == name][1] for name in of}
     rules = (
         f"svg{{background:{of['ground']}}}.grid{{stroke:{of['line']}}}.tick{{fill:{of['muted']};font:11px sans-serif}}"
         f".line{{fill:none;stroke:{of['c0']};stroke-width:2}}@media(prefers-color-scheme:dark){{"
