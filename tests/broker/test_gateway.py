@@ -17,14 +17,14 @@ from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent, same
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.validation import cancellation_problems, problems
-from tests.support.gateways import await_records, calls_of, gateway, post, records
+from tests.support.gateways import GatewayUnderTest, await_records, calls_of, gateway, post, records
 from tests.support.probes import probe
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun
@@ -32,11 +32,27 @@ from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """base_url of a server with known answers and policy version 3."""
     with serving(SortingGenerator(versions=(3,)), replica_id="infer-7") as server:
         yield server.base_url
+
+
+@pytest.fixture(scope="module")
+def shared(
+    broker: str, server: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RealRun, GatewayUnderTest]]:
+    """A run and its gateway, for sessions that need no settings of their own."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "agents", tmp_path_factory.mktemp("agents"))
+    provisioning.apply(run.kafka, run.topics, run.name)
+    with gateway(run.kafka, run.name, server, run.directory) as agents:
+        yield run, agents
+
+
+def made_of(run: RealRun, session: dict[str, Any]) -> list[Any]:
+    """Records of the group of a session on `rollouts`."""
+    return [record for record in records(run.kafka, run.name) if record.group_id == group_of(session["session_id"])]
 
 
 def complete(session: dict[str, Any], prompt: Any, **more: Any) -> dict[str, Any]:
@@ -60,20 +76,18 @@ def play_three_turns(session: dict[str, Any]) -> tuple[list[int], list[bool], li
     return tokens, mask, logprobs
 
 
-def test_a_session_becomes_a_rollout_with_the_servers_tokens(
-    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
-) -> None:
-    with gateway(kafka, run_name, server, tmp_path) as under_test:
-        session = under_test.start_session(task_id="x", environment="sorting")
-        tokens, mask, logprobs = play_three_turns(session)
-        calls = [record for record in calls_of(kafka, run_name, session["session_id"]) if isinstance(record, ModelCall)]
-        assert len(calls) == 3, "recorded before they were answered"
-        assert [len(call.prompt) for call in calls] == [4, 4, 4], "prompts hold what they add"
-        _status, answer, _ = under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 0.5})
-        assert answer["state"] == "open"
-        _status, answer, _ = under_test.post("/rl/end_session", {"session_id": session["session_id"]})
-        assert (answer["state"], answer["calls"]) == ("finished", 3)
-    (rollout,) = records(kafka, run_name)
+def test_a_session_becomes_a_rollout_with_the_servers_tokens(shared: tuple[RealRun, GatewayUnderTest]) -> None:
+    run, under_test = shared
+    session = under_test.start_session(task_id="x", environment="sorting")
+    tokens, mask, logprobs = play_three_turns(session)
+    calls = [record for record in calls_of(run.kafka, run.name, session["session_id"]) if isinstance(record, ModelCall)]
+    assert len(calls) == 3, "recorded before they were answered"
+    assert [len(call.prompt) for call in calls] == [4, 4, 4], "prompts hold what they add"
+    _status, answer, _ = under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 0.5})
+    assert answer["state"] == "open"
+    _status, answer, _ = under_test.post("/rl/end_session", {"session_id": session["session_id"]})
+    assert (answer["state"], answer["calls"]) == ("finished", 3)
+    (rollout,) = made_of(run, session)
     assert problems(rollout) == []
     assert rollout.uid == session["session_id"]
     assert (rollout.environment, rollout.example_id, rollout.reward) == ("sorting", "x", 0.5)
@@ -105,27 +119,23 @@ def test_a_session_none_of_whose_offsets_the_broker_tells_becomes_one_rollout(
     assert (rollout.tokens.tolist(), rollout.reward) == (tokens, 0.5)
 
 
-def test_a_rewritten_history_becomes_a_branch(kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path) -> None:
-    with gateway(kafka, run_name, server, tmp_path) as under_test:
-        session = under_test.start_session()
-        complete(session, "42>", seed=2)
-        complete(session, "73>", seed=2)
-        under_test.post(
-            "/rl/set_reward", {"session_id": session["session_id"], "reward": 1, "components": {"exact": 1}}
-        )
-        under_test.post("/rl/end_session", {"session_id": session["session_id"]})
-    rollouts = records(kafka, run_name)
+def test_a_rewritten_history_becomes_a_branch(shared: tuple[RealRun, GatewayUnderTest]) -> None:
+    run, under_test = shared
+    session = under_test.start_session()
+    complete(session, "42>", seed=2)
+    complete(session, "73>", seed=2)
+    under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 1, "components": {"exact": 1}})
+    under_test.post("/rl/end_session", {"session_id": session["session_id"]})
+    rollouts = made_of(run, session)
     assert [(r.episode_uid, r.branch, r.branches) for r in rollouts] == [(session["session_id"], b, 2) for b in (0, 1)]
     assert [TOKENIZER.decode(r.tokens) for r in rollouts] == ["42>24", "73>37"]
     assert {r.reward for r in rollouts} == {1.0}
     assert {r.reward_components["exact"] for r in rollouts} == {1.0}
 
 
-def test_any_gateway_serves_any_session(kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path) -> None:
-    with (
-        gateway(kafka, run_name, server, tmp_path) as first,
-        gateway(kafka, run_name, server, tmp_path, "--ordinal", "1") as second,
-    ):
+def test_any_gateway_serves_any_session(shared: tuple[RealRun, GatewayUnderTest], server: str, tmp_path: Path) -> None:
+    run, first = shared
+    with gateway(run.kafka, run.name, server, tmp_path, "--ordinal", "1") as second:
         session = first.start_session(group_size=2)["sessions"][1]
         elsewhere = {**session, "base_url": session["base_url"].replace(first.url, second.url)}
         assert complete(session, "42>", seed=2)["choices"][0]["text"] == "24"
@@ -138,24 +148,24 @@ def test_any_gateway_serves_any_session(kafka: KafkaConfig, run_name: str, serve
         assert (ended["state"], ended["calls"], len(ended["rollouts"])) == ("finished", 2, 2)
         _status, again_ended, _ = second.post("/rl/end_session", {"session_id": session["session_id"]})
         assert again_ended == ended
-    assert len(records(kafka, run_name)) == 2
+    assert len(made_of(run, session)) == 2
 
 
-def test_a_reward_may_come_late_and_twice(kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path) -> None:
-    with gateway(kafka, run_name, server, tmp_path) as under_test:
-        session = under_test.start_session()
-        call = complete(session, "42>", seed=2)
-        name = {"session_id": session["session_id"]}
-        assert under_test.post("/rl/end_session", name)[1]["state"] == "waits_for_reward"
-        assert records(kafka, run_name) == []
-        reward = {**name, "turn_rewards": {call["id"]: 0.25}, "components": {"exact": 0}}
-        assert under_test.post("/rl/set_reward", reward)[1]["state"] == "finished"
-        assert under_test.post("/rl/set_reward", reward)[0] == 200
-        status, refused, _ = under_test.post("/rl/set_reward", {**name, "reward": 1})
-        assert (status, refused["error"]["code"]) == (410, "session_closed")
-        status, refused, _ = under_test.post(f"/sessions/{session['session_id']}/v1/completions", {"prompt": "1>"})
-        assert (status, refused["error"]["code"]) == (410, "session_closed")
-    (rollout,) = records(kafka, run_name)
+def test_a_reward_may_come_late_and_twice(shared: tuple[RealRun, GatewayUnderTest]) -> None:
+    run, under_test = shared
+    session = under_test.start_session()
+    call = complete(session, "42>", seed=2)
+    name = {"session_id": session["session_id"]}
+    assert under_test.post("/rl/end_session", name)[1]["state"] == "waits_for_reward"
+    assert made_of(run, session) == []
+    reward = {**name, "turn_rewards": {call["id"]: 0.25}, "components": {"exact": 0}}
+    assert under_test.post("/rl/set_reward", reward)[1]["state"] == "finished"
+    assert under_test.post("/rl/set_reward", reward)[0] == 200
+    status, refused, _ = under_test.post("/rl/set_reward", {**name, "reward": 1})
+    assert (status, refused["error"]["code"]) == (410, "session_closed")
+    status, refused, _ = under_test.post(f"/sessions/{session['session_id']}/v1/completions", {"prompt": "1>"})
+    assert (status, refused["error"]["code"]) == (410, "session_closed")
+    (rollout,) = made_of(run, session)
     assert rollout.reward == 0.25
     assert rollout.token_rewards.tolist() == [0, 0, 0, 0, 0, 0.25]
     assert rollout.turns[1].reward == 0.25
@@ -175,20 +185,20 @@ def test_of_finished_sessions_the_newest_are_remembered(
 
 
 def test_an_invalid_reward_is_a_failure_and_the_rest_of_the_group_is_kept(
-    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
+    shared: tuple[RealRun, GatewayUnderTest],
 ) -> None:
     rewards = {b"NaN": "nan", b"1e400": "inf", b'"0.5"': '"0.5"', b"[true]": "[true]"}
-    with gateway(kafka, run_name, server, tmp_path) as under_test:
-        good, *bad = under_test.start_session(group_size=5)["sessions"]
-        for session in (good, *bad):
-            complete(session, "42>", seed=2)
-            under_test.post("/rl/end_session", {"session_id": session["session_id"]})
-        for session, reward in zip(bad, rewards, strict=True):
-            body = b'{"session_id": "%s", "reward": %s}' % (session["session_id"].encode(), reward)
-            status, refused, _ = under_test.post("/rl/set_reward", body)
-            assert (status, refused["error"]["code"]) == (400, "invalid_request")
-        under_test.post("/rl/set_reward", {"session_id": good["session_id"], "reward": True})
-    *cancelled, rollout = records(kafka, run_name)
+    run, under_test = shared
+    good, *bad = under_test.start_session(group_size=5)["sessions"]
+    for session in (good, *bad):
+        complete(session, "42>", seed=2)
+        under_test.post("/rl/end_session", {"session_id": session["session_id"]})
+    for session, reward in zip(bad, rewards, strict=True):
+        body = b'{"session_id": "%s", "reward": %s}' % (session["session_id"].encode(), reward)
+        status, refused, _ = under_test.post("/rl/set_reward", body)
+        assert (status, refused["error"]["code"]) == (400, "invalid_request")
+    under_test.post("/rl/set_reward", {"session_id": good["session_id"], "reward": True})
+    *cancelled, rollout = made_of(run, good)
     assert isinstance(rollout, Rollout)
     assert (rollout.uid, rollout.reward, rollout.group_size) == (good["session_id"], 1.0, 5)
     for session, record, shown in zip(bad, cancelled, rewards.values(), strict=True):

@@ -4,7 +4,6 @@ import http.client
 import json
 import re
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.producers.gateway.session_names import group_of
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import topic_name
+from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
 
@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 class GatewayUnderTest:
     """A gateway in a process of its own."""
 
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[bytes]"
     url: str
     log: Path
 
@@ -59,33 +59,22 @@ def gateway(
     kafka: KafkaConfig, run: str, inference_url: str, folder: Path, *flags: str, script: str = "", **settings: object
 ) -> Iterator[GatewayUnderTest]:
     """`rollstream role gateway` in front of a server, or a script in its place; killed at the end."""
-    log = folder / f"gateway-{len(list(folder.glob('gateway-*.log')))}.log"
-    changed = {
-        "kafka.bootstrap_servers": kafka.bootstrap_servers,
-        "topics.partitions": 2,
-        "worker.inference_urls": json.dumps([inference_url]),
-        **settings,
-    }
-    pairs = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
-    command = ("-c", script) if script else ("-m", "rollstream")
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-P", *command, "role", "gateway", "--run", run, *pairs, *flags],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    directory = folder / f"gateway-{len(list(folder.glob('gateway-*')))}"
+    directory.mkdir()
+    started = RealRun(kafka, run, directory, TopicsConfig(partitions=int(str(settings.pop("topics.partitions", 2)))))
+    changed = {"worker.inference_urls": json.dumps([inference_url]), **settings}
+    values = {name.replace(".", "__"): value for name, value in changed.items()}
+    process = started.start("gateway", *flags, script=script, **values)
+
+    def address() -> "re.Match[str] | None":
+        assert process.poll() is None, started.log_of(process)[-2000:]
+        return re.search(r"^gateway of run .*: (http://\S+)$", started.log_of(process), re.MULTILINE)
+
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.search(r"http://\S+", line)
-        assert address, f"the gateway said {line!r} and ended with {process.wait(300)}: {log.read_text()[-2000:]}"
-        yield GatewayUnderTest(process, address[0], log)
+        yield GatewayUnderTest(process, eventually(address, 60, "its address")[1], directory / "gateway-0.log")
     finally:
         process.kill()
         process.wait(300)
-        if process.stdout:
-            process.stdout.close()
 
 
 def records(kafka: KafkaConfig, run: str, topic: str = "rollouts") -> list[Any]:
