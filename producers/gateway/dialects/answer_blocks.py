@@ -50,6 +50,8 @@ class AnswerStream(ABC):
         """First event of the chat answer, which names its id and model."""
         self.blocks: list[Block] = []
         self.usage: Mapping[str, Any] = {}
+        self.policy_version: Any = None
+        """Policy that sampled the answer, which a stream says at its end."""
         self.finish_reason = ""
         self.stop: Any = None
         """Stop string or token id that ended the answer, if the server names one."""
@@ -98,6 +100,7 @@ class AnswerStream(ABC):
             self.head = part
             yield from self.begin()
         self.usage = part.get("usage") or self.usage
+        self.policy_version = part.get("policy_version", self.policy_version)
         for choice in part.get("choices") or ():
             yield from self._add_delta(choice.get("delta") or {})
             self.finish_reason = choice.get("finish_reason") or self.finish_reason

@@ -164,7 +164,8 @@ class MessageStream(AnswerStream):
         """Yield why the message ended and its usage."""
         message = self.answer()
         stops = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": stops, "usage": message["usage"]}
+        ending = {name: message[name] for name in ("usage", "policy_version")}
+        yield {"type": "message_delta", "delta": stops, **ending}
         yield {"type": "message_stop"}
 
     def answer(self) -> dict[str, Any]:
@@ -174,6 +175,7 @@ class MessageStream(AnswerStream):
             **self._message([_block(block) for block in self.blocks]),
             "stop_reason": "stop_sequence" if stopped else _STOPS.get(self.finish_reason, "end_turn"),
             "stop_sequence": self.stop if stopped else None,
+            "policy_version": self.policy_version,
         }
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,7 +184,6 @@ class MessageStream(AnswerStream):
             "type": "message",
             "role": "assistant",
             "model": self.head.get("model"),
-            "policy_version": self.head.get("policy_version"),
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,

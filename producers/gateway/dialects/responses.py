@@ -207,7 +207,7 @@ class ResponseStream(AnswerStream):
             "object": "response",
             "created_at": head.get("created", 0),
             "model": head.get("model"),
-            "policy_version": head.get("policy_version"),
+            "policy_version": self.policy_version if done else None,
             "status": status,
             "background": False,
             "error": None,

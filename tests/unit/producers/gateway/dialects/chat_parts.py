@@ -22,11 +22,11 @@ class Answer:
 
     def parts(self, uid: str) -> Iterator[dict[str, Any]]:
         """The events of the chat answer."""
-        head = {"id": uid, "object": "chat.completion.chunk", "created": 7, "model": "m", "policy_version": 3}
+        head = {"id": uid, "object": "chat.completion.chunk", "created": 7, "model": "m"}
         for delta in self.deltas:
             yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         end = {"index": 0, "delta": {}, "finish_reason": self.finish_reason, "stop_reason": self.stop_reason}
-        yield {**head, "choices": [end]}
+        yield {**head, "choices": [end], "policy_version": 3}
         yield {**head, "choices": [], "usage": USAGE}
 
 

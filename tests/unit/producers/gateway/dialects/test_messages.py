@@ -156,6 +156,8 @@ def test_events_and_message_are_as_anthropics_types_parse_them(answer: Answer) -
         assert parser.validate_python(event).model_dump(exclude_unset=True, mode="json") == event
     assert Message.model_validate(whole).model_dump(exclude_unset=True, mode="json") == whole
     assert (events[0]["type"], events[0]["message"]["content"]) == ("message_start", [])
+    assert "policy_version" not in events[0]["message"], "a stream says it at its end"
+    assert events[-2]["policy_version"] == 3
     assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[-2]["usage"] == whole["usage"] == {"input_tokens": 3, "output_tokens": 2}
     stopped = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}

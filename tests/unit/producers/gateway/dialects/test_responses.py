@@ -184,6 +184,7 @@ def test_events_and_response_are_as_openais_types_parse_them(answer: Answer) -> 
     ]  # fmt: skip
     assert events[-1]["response"] == whole
     assert (whole["id"], whole["model"], whole["store"], whole["tools"]) == ("resp_1", "m", True, request["tools"])
+    assert (events[0]["response"]["policy_version"], whole["policy_version"]) == (None, 3)
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert items == whole["output"]
     assert [blocks_of(item) for item in items] == answer.blocks
