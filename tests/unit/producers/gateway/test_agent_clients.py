@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -111,7 +112,7 @@ def test_a_loop_of_tools_in_messages_is_trained_on_the_tokens_of_the_engine(stre
             messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "20+22?"}]}]
             for _turn in range(3):
                 request: Any = {"model": "any", "messages": messages, "tools": [TOOL], "system": "Be brief."}
-                counted = await client.messages.count_tokens(**request)
+                counted = await client.messages.count_tokens(**request, extra_body={"max_tokens": 5})
                 if stream:
                     async with client.messages.stream(**request, max_tokens=256) as events:
                         streamed = [text async for text in events.text_stream]
@@ -132,6 +133,7 @@ def test_a_loop_of_tools_in_messages_is_trained_on_the_tokens_of_the_engine(stre
     engine.tokens_at_once = 3
     rollouts = rollouts_of(engine, play)
     assert len(engine.sampled) == 6, "three calls, and three counts, which are not recorded"
+    assert {len(row.tokens) for _prompt, row in engine.sampled[::2]} == {1}
     del engine.sampled[::2]
     assert_trained_as_sampled(engine, rollouts, texts)
 
@@ -166,6 +168,12 @@ def test_refusals_reach_each_client_in_the_form_of_its_dialect() -> None:
                 await other.messages.batches.list()
             assert missing.value.type == "not_found_error"
             await other.messages.create(model="m", messages=[user], max_tokens=1)
+        async with httpx.AsyncClient() as http:  # Earlier clients of Anthropic send the key so.
+            body = {"model": "m", "messages": [user], "max_tokens": 1}
+            answer = await http.post(
+                f"{endpoint.base_url}/messages", json=body, headers={"x-api-key": endpoint.api_key}
+            )
+            assert answer.status_code == 200
         async with anthropic.AsyncAnthropic(**{**names, "api_key": "wrong"}) as stranger:
             with pytest.raises(anthropic.NotFoundError, match=r"no episode .* is being played with this key"):
                 await stranger.messages.create(model="m", messages=[user], max_tokens=1)
