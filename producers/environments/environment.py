@@ -101,7 +101,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """An OpenAI-compatible address of the policy for one episode; every call there becomes part of the episode."""
+    """An address of the policy for one episode, for clients of OpenAI and Anthropic; every call becomes part of it."""
 
     base_url: str
     """URL that ends in /v1, as OpenAI's clients expect it."""
