@@ -370,7 +370,7 @@ def _not_a_frame(data: bytes | None) -> str:
             "write it with the schema that `rollstream topics apply` registered, with its first field at the default"
         )
     start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
-    return f"not an Avro single-object frame (starts with {start}); encode records with rollstream.topics.wire.codec"
+    return f"not an Avro single-object frame (starts with {start}); encode records with rollstream.encode"
 
 
 def values_of(record: object) -> dict[str, Any]:

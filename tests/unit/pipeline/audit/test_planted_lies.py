@@ -221,7 +221,7 @@ LIES: dict[str, Planted] = {
         verify=(
             (
                 "batch 0-3 cannot be read: modelled.batches[0] offset 6: not an Avro single-object frame "
-                "(starts with 6a 75 6e 6b); encode records with rollstream.topics.wire.codec"
+                "(starts with 6a 75 6e 6b); encode records with rollstream.encode"
             ),
         ),
     ),
