@@ -221,7 +221,7 @@ MUTANTS = (
            "the upper clip is wrong",
            "within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_high)",
            "within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_low)"),
-    Mutant("first-token", "consumers/learner/training/packing.py", ("consumers/learner/input",),
+    Mutant("first-token", "consumers/learner/training/packing.py", ("consumers/learner/training/test_packing.py",),
            "a first token is trained on",
            "        mask[row, begin] = False\n", ""),
     Mutant("learner-lag", "consumers/learner/input/batch_selection.py", ("consumers/learner/input",),
