@@ -140,11 +140,7 @@ def test_a_missing_permission_is_told_from_a_missing_topic(connections: Connecti
 WITHOUT_A_RUN = ("engine", "fill", "collect", "serve-weights")
 """Roles that speak to more than the brokers when they start."""
 COMMANDS = (
-    *(
-        ("role", role.name, *role.flags)
-        for role in ROLES
-        if role.name not in ("engine", "fill", "collect", "serve-weights")
-    ),
+    *((*role.command, *role.flags) for role in ROLES if role.name not in WITHOUT_A_RUN),
     ("topics", "plan"),
     ("topics", "apply"),
     ("topics", "acls", "plan"),
