@@ -242,7 +242,10 @@ def roll_back(run: CommandedRun, strike: Strike) -> Proof:
         assert listed[version]["digest"] == {each["version"]: each for each in before}[source]["digest"]
 
         def goes_on() -> bool:
-            assert run.process.poll() is None, run.output
+            if run.process.poll() is not None:
+                # The rollback fenced the learner, and with it ended the run; its operator starts it again.
+                assert run.process.returncode == 3, run.output
+                run.start()
             newest = json.loads(run.say("weights", "ls", "--json"))[-1]["version"]
             return bool(newest > version)
 
