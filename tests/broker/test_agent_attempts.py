@@ -6,7 +6,7 @@ from typing import Any
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score
 from rollstream.topics.config import KafkaConfig
-from tests.model.test_environments import completed, play, records
+from tests.broker.test_environments import completed, play, records
 
 
 class Judged:
