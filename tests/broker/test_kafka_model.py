@@ -292,6 +292,8 @@ def is_administered(stage: Stage) -> None:
     for factor, settings in ((3, {}), (1, {"retention.ms": "7200000"}), (1, {})):
         topic = NewTopic(other, 3, factor, config=settings)
         stage.attempt(client.create_topics([topic], operation_timeout=60)[other].result)
+    # The controller has the topic; a broker learns of it a moment later.
+    until(lambda: other in topic_admin.topic_names(stage.kafka))
     stage.notes.append(topic_admin.partitions_of(stage.kafka, other))
     stage.attempt(client.create_partitions([NewPartitions(other, 5)])[other].result)
     until(lambda: topic_admin.partitions_of(stage.kafka, other) == 5)
