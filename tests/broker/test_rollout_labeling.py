@@ -87,7 +87,6 @@ def send_unlabelled(run: RealRun) -> None:
                 producer.send(asked(example, member))
 
 
-@pytest.mark.kafka  # its labeler is a script
 def test_labels_whose_offsets_the_broker_does_not_tell_are_written_again_and_count_once(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:
