@@ -103,7 +103,7 @@ test-unit: run-unit ## Run the tests that need no broker
 test-real: run-real ## Run the tests on a real Kafka
 	@$(SAY_FAILED)
 
-test-all: run-all ## Run all tests, the long ones too (three to four hours on two cores; installs gigabytes they compare with)
+test-all: run-all ## Run all tests, the long ones too (hours on two cores; installs gigabytes they compare with)
 	@$(SAY_FAILED)
 
 # Tests on a broker wait, and those without one compute: beside each other they take less time than in turns.

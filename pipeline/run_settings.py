@@ -1,10 +1,9 @@
 """Settings with which the processes of a run were started, and those of them that differ from the defaults."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.settings import plain
+from rollstream.pipeline.settings import flattened, plain
 from rollstream.producers.config import EnvironmentConfig
 
 _FIRST = ("task", "environments", "grouping", "learner", "labeling", "worker", "inference", "curriculum", "evaluation")
@@ -40,13 +39,13 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
     if run is None:
         return None
     same = [f"run={run.run}", f"data_dir={run.data_dir}", f"seed={run.seed}"]
-    defaults = dict(_texts(plain(load(flags=same)))) | {"seed": "0"}
+    defaults = dict(flattened(plain(load(flags=same)))) | {"seed": "0"}
     for number, entry in enumerate(run.environments):
-        defaults |= dict(_texts(plain(EnvironmentConfig(use=entry.use)), f"environments.{number}"))
+        defaults |= dict(flattened(plain(EnvironmentConfig(use=entry.use)), f"environments.{number}."))
         del defaults[f"environments.{number}.use"]
     changed = [
         ChangedSetting(key, value, defaults.get(key, ""))
-        for key, value in _texts(plain(run))
+        for key, value in flattened(plain(run))
         if defaults.get(key) != value and key not in ("run", "data_dir")
     ]
     return sorted(changed, key=_place)
@@ -55,15 +54,3 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
 def _place(setting: ChangedSetting) -> tuple[int, str]:
     section = setting.key.split(".")[0]
     return (_FIRST.index(section) if section in _FIRST else len(_FIRST), setting.key)
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every setting below this one."""
-    entries = value if isinstance(value, dict) else None
-    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        entries = {str(number): entry for number, entry in enumerate(value)}
-    if entries is None:
-        yield key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    else:
-        for name, item in entries.items():
-            yield from _texts(item, f"{key}.{name}" if key else name)

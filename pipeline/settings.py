@@ -220,7 +220,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
                 walk_free(path, parsed, into.setdefault(name, {}))
             elif _is_table(hint) and isinstance(parsed := _parsed(layer, path, value, hint), dict):
                 dotted = ".".join(path)
-                flat = {key: guard(layer, f"{dotted}.{key}", item) for key, item in _flatten(parsed)}
+                flat = {key: guard(layer, f"{dotted}.{key}", item) for key, item in flattened(parsed)}
                 into.setdefault(name, {}).update(_leaf(layer, path, flat, hint))
                 for key in flat:
                     set_by_layer((*path, key))
@@ -416,11 +416,16 @@ def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         yield from _dotted(value if isinstance(value, Mapping) else tables, f"{prefix}{key}.")
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys of a table, written `"a.b" = 1` or `a.b = 1`, with values as librdkafka spells them."""
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys of a table, written `"a.b" = 1` or `a.b = 1`, with values as librdkafka and TOML spell them.
+
+    The tables of a list have their numbers as keys, as in `environments.0.use`.
+    """
     for key, value in values.items():
+        if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
         if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield prefix + key, str(value).lower() if isinstance(value, bool) else str(value)
 

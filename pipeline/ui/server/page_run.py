@@ -131,14 +131,13 @@ class PageRun:
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""
-        details = await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
-        tokens = details["tokens"]
-        tokens["texts"] = await self._background.call(lambda: self._token_texts(tokens["ids"]))
-        return details
+        return await self.ask(lambda index: self._with_texts(index.details(*place, tokens_from=tokens_from)))
 
-    def _token_texts(self, ids: list[int]) -> list[str] | None:
-        """Return the text of each token; None if this machine lacks the run's tokenizer."""
-        return None if self._tokenizer is None else token_texts(self._tokenizer, ids)
+    def _with_texts(self, details: dict[str, Any]) -> dict[str, Any]:
+        """Add the text of each token, if this machine has the run's tokenizer."""
+        if self._tokenizer is not None:
+            details["tokens"]["texts"] = token_texts(self._tokenizer, details["tokens"]["ids"])
+        return details
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:

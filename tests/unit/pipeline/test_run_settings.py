@@ -7,7 +7,13 @@ from rollstream.pipeline.run_settings import ChangedSetting, changed_settings
 
 
 def test_what_was_changed_is_listed_and_what_follows_from_name_directory_and_seed_is_not(tmp_path: Path) -> None:
-    flags = [f"data_dir={tmp_path}", "run=mine", "seed=5", "kafka.session_timeout_s=20"]
+    flags = [
+        f"data_dir={tmp_path}",
+        "run=mine",
+        "seed=5",
+        "kafka.session_timeout_s=20",
+        "grouper.autoscale.enabled=true",
+    ]
     flags += ["learner.optimizer.learning_rate=0.004", "grouping.estimator=grpo", "environments.0.use=coding"]
     config = load(flags=flags)
     assert changed_settings(config) is None
@@ -19,10 +25,12 @@ def test_what_was_changed_is_listed_and_what_follows_from_name_directory_and_see
         "environments.0.use",
         "grouping.estimator",
         "learner.optimizer.learning_rate",
+        "grouper.autoscale.enabled",
         "kafka.session_timeout_s",
         "seed",
     ]
     assert ChangedSetting("environments.0.use", "coding", "") in changed
+    assert ChangedSetting("grouper.autoscale.enabled", "true", "false") in changed
     assert ChangedSetting("learner.optimizer.learning_rate", "0.004", "0.002") in changed
 
 

@@ -19,7 +19,8 @@ export function CompareView({ run, runs, live, query }) {
   const otherLive = useLive(other === run ? "" : other);
   const second = other === run ? live : otherLive;
   const theirs = useAnswer(address(other, "series", { learner: query.other_learner, points: 600 }), second.tick);
-  const settings = [useAnswer(address(run, "settings")).data, useAnswer(address(other, "settings")).data];
+  const compared = other !== run;
+  const settings = [run, other].map((each) => useAnswer(compared ? address(each, "settings") : null).data);
   const same = other === run && (ours.data?.learner ?? "") === (theirs.data?.learner ?? "");
   const names = other === run ? [String(ours.data?.learner ?? "first"), String(theirs.data?.learner ?? "second")] : [run, other];
   const sides = useMemo(
@@ -49,7 +50,7 @@ export function CompareView({ run, runs, live, query }) {
       ${failure ? html`<${Failure} error=${failure} />` : null}
       ${other !== run && live.overview && second.overview ? html`<${Numbers} names=${names} both=${[live.overview, second.overview]} />` : null}
     <//>
-    ${other !== run && settings[0] && settings[1] ? html`<${SettingsPanel} names=${names} sides=${settings} />` : null}
+    ${settings[0] && settings[1] ? html`<${SettingsPanel} names=${names} sides=${settings} />` : null}
     <${Panel} title="Curves" note="the second one dashed">
       ${ours.loading || theirs.loading ? html`<${Loading} what="the curves" />` : html`<${Curves} sides=${sides} />`}
     <//>`;
