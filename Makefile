@@ -132,7 +132,7 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
-	$(BIN)/python -m pytest tests/model --kafka java $(ARGS) $(OR_NAMED)
+	$(BIN)/python -m pytest tests/model --kafka java -n $$(($(CORES) + 1)) $(BY_FILE) $(ARGS) $(OR_NAMED)
 	$(ENGINES) $(ARGS) $(OR_NAMED)
 
 bench: $(STAMP) ## Measure against raw baselines of the same run (some rows; all with ARGS=--full)
