@@ -22,6 +22,7 @@ from rollstream.topics.errors import ConfigurationError, RecordError, Rollstream
 from rollstream.topics.heartbeats import beating
 from rollstream.topics.records import Rollout
 from rollstream.topics.secrets import resolve
+from rollstream.topics.watched_sockets import watched_socket
 
 _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_STATUS = {400, 413, 422}
@@ -202,7 +203,7 @@ class Judge:
         Raises JudgeUnavailable if the judge refuses every call.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket))
         await asyncio.sleep(self._rate.pause_s())
         try:
             async with (

@@ -24,6 +24,7 @@ from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
 from rollstream.topics.user_code import load_object
+from rollstream.topics.watched_sockets import watched_socket
 
 logger = logging.getLogger(__name__)
 _QUOTED = 300
@@ -65,7 +66,7 @@ class EngineHttp:
     async def __aenter__(self) -> Self:
         # One connection for each request: servers close idle connections, and aiohttp does not repeat a POST on a
         # connection that has just closed.
-        connector = aiohttp.TCPConnector(force_close=True)
+        connector = aiohttp.TCPConnector(force_close=True, socket_factory=watched_socket)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         return self

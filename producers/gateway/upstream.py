@@ -36,6 +36,7 @@ from rollstream.producers.inference.retries import (
 )
 from rollstream.producers.json_text import decode, encode
 from rollstream.topics.secrets import resolve
+from rollstream.topics.watched_sockets import watched_socket
 
 _LOOK_S = 5.0
 _PAUSED_S = 5.0
@@ -120,7 +121,7 @@ class Upstream:
     async def __aenter__(self) -> Self:
         self._http = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket),
             timeout=aiohttp.ClientTimeout(total=None),
             read_bufsize=2**20,
         )

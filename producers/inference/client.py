@@ -40,6 +40,7 @@ from rollstream.producers.inference.retries import (
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.secrets import resolve
+from rollstream.topics.watched_sockets import watched_socket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class CompletionsClient:
         # The deadline of each call bounds the time; the caller's concurrency bounds the connections.
         self._http = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self

@@ -3,21 +3,30 @@
 Each role reaches a real broker through a link of its own, which a test breaks under load.
 """
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.producers.flow.policy_versions import PolicyVersions
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.inference.requests import SampleRequest
 from rollstream.topics.kafka import groups, stranded_clients, topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.records import LearnerStep
+from rollstream.topics.watched_sockets import watched_socket
 from tests.faults.conftest import make_run
 from tests.faults.groupers import Supervised
 from tests.faults.load import Load
@@ -25,6 +34,7 @@ from tests.faults.promises import assert_promises
 from tests.support.faulty_network import DOWN, FINE, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.own_network import dropping, own_network
+from tests.support.producing import serving_http
 from tests.support.rounds import rounds
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.settled import settled
@@ -170,6 +180,77 @@ def test_grouping_whose_packets_are_dropped_below_tcp_loses_and_repeats_nothing(
                 eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
             await_both(run, groupers)
         load.await_more(50)
+
+
+class InferenceServer:
+    """Answers lists of models, and calls unless it is `stuck`."""
+
+    def __init__(self, *, stuck: bool) -> None:
+        self.stuck = stuck
+        self.waiting = set[str]()
+        """First words of the sessions that wait."""
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "policy", "owned_by": "rollstream", "policy_version": 3}]})
+        if self.stuck:
+            self.waiting.add(request.headers["X-Session-ID"].partition("-")[0])
+            await asyncio.Event().wait()
+        logprobs = {"tokens": ["1"], "token_logprobs": [-0.5]}
+        choice = {"index": 0, "text": "1", "finish_reason": "stop", "token_ids": [3], "prompt_token_ids": [1]}
+        return web.json_response({"choices": [{**choice, "logprobs": logprobs}], "policy_version": 3})
+
+
+class NoPolicies:
+    versions = PolicyVersions()
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        return self.versions
+
+
+SESSIONS = 12
+"""Enough that, of two servers, each is the first choice of some."""
+
+
+async def answers_within_20_s_of_a_lost_server(urls: list[str], lost: InferenceServer) -> None:
+    """Ask for answers, make the first server vanish, and await answers from the others, long before the deadline."""
+
+    async def asked(call: Callable[[int], Awaitable[object]]) -> None:
+        await asyncio.gather(*map(call, range(SESSIONS)))
+
+    async def connect() -> None:
+        with pytest.raises((aiohttp.ClientConnectorError, TimeoutError)):
+            await plain.get(urls[0])
+
+    async with AsyncExitStack() as opened:
+        client = await opened.enter_async_context(CompletionsClient(urls, timeout_s=300))
+        upstream = Upstream(urls, model="policy", api_key="", timeout_s=300, policies=NoPolicies())
+        await opened.enter_async_context(upstream)
+        plain = await opened.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(socket_factory=watched_socket), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        )
+        calls = [
+            asyncio.create_task(asked(call))
+            for call in (
+                lambda n: client.complete(
+                    SampleRequest(prompt=[1], n=1, max_tokens=8, temperature=1.0, seed=5, session=f"group-{n}")
+                ),
+                lambda n: upstream.call(f"episode-{n}", "/completions", {"prompt": "1", "model": "policy"}),
+            )
+        ]
+        await asyncio.to_thread(eventually, lambda: len(lost.waiting) == 2, 60, "requests of both wait")
+        with dropping(urlsplit(urls[0]).port or 0):
+            async with asyncio.timeout(20):
+                await asyncio.gather(*calls, connect())
+
+
+def test_a_server_that_vanishes_without_a_word_costs_its_requests_seconds_only() -> None:
+    """As a pod whose address is deleted with it: nobody closes or resets its connections."""
+    lost, other = InferenceServer(stuck=True), InferenceServer(stuck=False)
+    with own_network(), serving_http(lost) as first, serving_http(other) as second:
+        asyncio.run(answers_within_20_s_of_a_lost_server([first, second], lost))
 
 
 def test_a_tenth_of_the_packets_dropped_costs_time_only(filtered: LinkedBroker, run_name: str, tmp_path: Path) -> None:
