@@ -203,7 +203,9 @@ class Judge:
         Raises JudgeUnavailable if the judge refuses every call.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket))
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket)
+            )
         await asyncio.sleep(self._rate.pause_s())
         try:
             async with (

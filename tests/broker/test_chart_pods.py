@@ -144,7 +144,7 @@ def test_the_pods_of_a_run_work_with_the_access_that_the_chart_gives_them_and_no
     assert machine.role("prune").wait(300) == 0, machine.log("prune")
     # An operator runs these with `kubectl exec` in the pod for commands.
     tools = {**machine.release.pods()["tools"]["spec"]["containers"][0], "command": ["rollstream"]}
-    for words in (["ledger"], ["verify"], ["scale", "group=auto"]):
+    for words in (["ledger"], ["verify"], ["steer", "scale", "group=auto"]):
         command = machine.start("tools", {**tools, "args": [*words, "--config", CONFIG]})
         assert command.wait(300) == 0, machine.log("tools")
     machine.stop()
