@@ -89,31 +89,57 @@ def test_the_page_of_a_run_that_the_server_does_not_have_says_so_and_leads_to_th
     page.context.close()
 
 
-def test_two_runs_are_compared_by_their_settings_and_curve_by_curve(
-    address: str, archive: Path, browser: Browser, tmp_path: Path
+def test_runs_are_compared_by_their_settings_and_curve_by_curve(
+    archive: Path, browser: Browser, tmp_path: Path
 ) -> None:
-    """A chart draws a part of many curves: those of all rollouts first, and each of both runs."""
-    for run, rate in zip(RUNS, ("0.004", "0.008"), strict=True):
+    """A chart draws a part of many curves: those of all rollouts first, and each of every run."""
+    runs = (*RUNS, "third")
+    for run, rate in zip(runs, ("0.004", "0.008", "0.008"), strict=True):
         config = load(flags=[f"run={run}", f"data_dir={tmp_path}", f"learner.optimizer.learning_rate={rate}", "seed=3"])
         config.run_dir.mkdir(parents=True, exist_ok=True)
         (config.run_dir / "run.toml").write_text(to_toml(config))
     rewards = {f"reward/e{number:02}": number / 20 for number in range(12)}
-    for run in RUNS:
+    for run in runs:
         archive_run(archive, 4, [replace(step_of(4), metrics=rewards)], run=run)
+    configs = [RunConfig(run=run, data_dir=tmp_path) for run in runs]
+    with page_server(UiConfig(port=0), *configs, archive=str(archive)) as server:
+        seen = visit(browser, server.url)
+        seen.open("#/first/compare")
+        settings = seen.page.get_by_role("region", name="Table: Settings that differ").locator("tbody tr")
+        expect(settings).to_have_text(["learner.optimizer.learning_rate0.0040.008"], timeout=PATIENCE_MS)
+        chart = seen.page.locator(".chart", has=seen.page.get_by_text("Reward", exact=True))
+        labels = chart.locator(".legend-label")
+        drawn = [f"{label} · {run}" for label in ("produced", "e00", "e01", "e02", "e03") for run in RUNS]
+        expect(labels).to_have_text(drawn, timeout=PATIENCE_MS)
+        expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
+        seen.page.get_by_role("button", name="All curves of each chart").click()
+        expect(labels).to_have_count(2 * 14)
+        archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second")
+        loss = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
+        values = loss.locator(".legend-value")
+        expect(values).to_have_text(["0.25", "0.125"], timeout=PATIENCE_MS)
+        seen.page.get_by_label("Add").select_option("third")
+        expect(values).to_have_text(["0.25", "0.125", "0.25"], timeout=PATIENCE_MS)
+        expect(settings).to_have_text(["learner.optimizer.learning_rate0.0040.0080.008"], timeout=PATIENCE_MS)
+        seen.page.get_by_role("button", name="Remove second").click()
+        expect(values).to_have_text(["0.25", "0.25"], timeout=PATIENCE_MS)
+        assert seen.errors == []
+        seen.page.context.close()
+
+
+def test_a_curve_is_smoothed_and_its_numbers_are_saved_as_they_are(
+    address: str, archive: Path, browser: Browser
+) -> None:
+    """Of losses of 1, 1/2, 1/3 and 1/4, weighted by 0.216, 0.36, 0.6 and 1, the mean is 0.389."""
     seen = visit(browser, address)
-    seen.open("#/first/compare")
-    settings = seen.page.get_by_role("region", name="Table: Settings that differ").locator("tbody tr")
-    expect(settings).to_have_text(["learner.optimizer.learning_rate0.0040.008"], timeout=PATIENCE_MS)
-    chart = seen.page.locator(".chart", has=seen.page.get_by_text("Reward", exact=True))
-    labels = chart.locator(".legend-label")
-    drawn = [f"{label} · {run}" for label in ("produced", "e00", "e01", "e02", "e03") for run in RUNS]
-    expect(labels).to_have_text(drawn, timeout=PATIENCE_MS)
-    expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
-    seen.page.get_by_role("button", name="All curves of each chart").click()
-    expect(labels).to_have_count(2 * 14)
-    archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second")
+    seen.open("#/first/run?smooth=0.6")
     loss = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
-    expect(loss.locator(".legend-value")).to_have_text(["0.25", "0.125"], timeout=PATIENCE_MS)
+    expect(loss.locator(".legend-value")).to_have_text(["0.389"], timeout=PATIENCE_MS)
+    loss.get_by_text("Table").click()
+    with seen.page.expect_download() as saved:
+        loss.get_by_role("button", name="Download as CSV").click()
+    assert saved.value.suggested_filename == "Loss.csv"
+    assert Path(saved.value.path()).read_text() == "step,loss\n0,1\n1,0.5\n2,0.3333333333333333\n3,0.25\n"
     assert seen.errors == []
     seen.page.context.close()
 

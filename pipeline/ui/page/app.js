@@ -229,7 +229,10 @@ function Banner({ live }) {
     ${connection === "lost"
       ? html`<p class="banner bad" role="alert">Connection lost, retrying. What is shown is from before.</p>`
       : null}
-    ${overview.problem ? html`<p class="banner bad" role="alert">${overview.problem}</p>` : null}
+    ${overview.problem
+      ? html`<div class="banner bad" role="alert">The run cannot be read at the moment; it is asked again, and what is shown is from before.
+          <details><summary>The error</summary>${overview.problem}</details></div>`
+      : null}
     ${behind
       ? html`<p class="banner"><label>Reading the run: ${count(done)} of ${count(total)} offsets
           <progress max="1" value=${share}>${percent(share)}</progress></label></p>`

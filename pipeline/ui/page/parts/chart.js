@@ -6,8 +6,9 @@ import { useTheme } from "../lib/theme.js";
 import { Table } from "./basics.js";
 
 /**
- * `color` and `dash` are numbers of a colour and a pattern; without them each curve of a chart has its own.
- * @typedef {{ label: string, x: number[], y: (number | null)[], color?: number, dash?: number }} Curve
+ * `drawn` is drawn in place of `y`, which the table has. `color` and `dash` are numbers of a colour and a pattern;
+ * without them each curve of a chart has its own.
+ * @typedef {{ label: string, x: number[], y: (number | null)[], drawn?: (number | null)[], color?: number, dash?: number }} Curve
  */
 
 const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2], [1, 2], [12, 4], [6, 2, 2, 2, 2, 2]];
@@ -23,7 +24,7 @@ export function Chart({ title, note, curves, xName = "step", height = 150, sync,
   const theme = useTheme();
   const [at, setAt] = useState(/** @type {number | null} */ (null));
   const [open, setOpen] = useState(false);
-  const data = useMemo(() => joined(curves), [curves]);
+  const data = useMemo(() => joined(curves.map((curve) => ({ ...curve, y: curve.drawn ?? curve.y }))), [curves]);
   const plot = useRef(/** @type {uPlot | null} */ (null));
   const zoom = useRef(/** @type {{ min: number, max: number } | null} */ (null));
   const shape = curves.map((curve) => curve.label).join("\n");
@@ -76,7 +77,7 @@ export function Chart({ title, note, curves, xName = "step", height = 150, sync,
     </ul>
     <details onToggle=${(/** @type {Event} */ event) => setOpen(/** @type {HTMLDetailsElement} */ (event.target).open)}>
       <summary>Table<span class="hidden"> of ${title}</span></summary>
-      ${open ? html`<${Values} title=${title} curves=${curves} data=${data} xName=${xName} format=${format} />` : null}
+      ${open ? html`<${Values} title=${title} curves=${curves} xName=${xName} format=${format} />` : null}
     </details>
   </figure>`;
 }
@@ -98,8 +99,9 @@ function Swatch({ color, dash }) {
   </svg>`;
 }
 
-/** @param {{ title: string, curves: Curve[], data: any, xName: string, format: (value: number | null | undefined) => string }} props */
-function Values({ title, curves, data, xName, format }) {
+/** @param {{ title: string, curves: Curve[], xName: string, format: (value: number | null | undefined) => string }} props */
+function Values({ title, curves, xName, format }) {
+  const data = joined(curves);
   const length = data[0].length;
   const stride = Math.max(1, Math.ceil(length / TABLE_ROWS));
   const rows = [];
@@ -107,7 +109,29 @@ function Values({ title, curves, data, xName, format }) {
     rows.push([number(data[0][i]), ...curves.map((_, j) => format(data[j + 1][i]))]);
   }
   const heads = [xName, ...curves.map((curve) => curve.label)].map((text) => ({ text, number: true }));
-  return html`<${Table} caption=${`${title}, newest first${stride > 1 ? `, every ${stride}th point` : ""}`} heads=${heads} rows=${rows} />`;
+  return html`<button type="button" onClick=${() => download(`${title}.csv`, csv(xName, curves, data))}>Download as CSV</button>
+    <${Table} caption=${`${title}, newest first${stride > 1 ? `, every ${stride}th point` : ""}`} heads=${heads} rows=${rows} />`;
+}
+
+/**
+ * @param {string} xName
+ * @param {Curve[]} curves
+ * @param {any} data
+ */
+function csv(xName, curves, data) {
+  const quoted = (/** @type {string} */ text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const rows = data[0].map((/** @type {number} */ _, /** @type {number} */ i) => data.map((/** @type {any[]} */ column) => column[i] ?? "").join(","));
+  return [[xName, ...curves.map((curve) => curve.label)].map(quoted).join(","), ...rows, ""].join("\n");
+}
+
+/**
+ * @param {string} name
+ * @param {string} text
+ */
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  Object.assign(document.createElement("a"), { href: url, download: name }).click();
+  URL.revokeObjectURL(url);
 }
 
 /**

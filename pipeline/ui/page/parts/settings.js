@@ -1,4 +1,4 @@
-// Settings of a run that differ from the defaults, or from those of another run.
+// Settings of a run that differ from the defaults, or among runs.
 
 import { html } from "../vendor/preact-htm.js";
 import { Empty, Panel, Table } from "./basics.js";
@@ -16,10 +16,10 @@ export function SettingsPanel({ names, sides }) {
   const defaults = new Map(sides.flatMap((side) => side.changed.map((each) => [each.key, each.default])));
   const rows = [...defaults]
     .map(([key, standard]) => [key, ...tables.map((table) => table.get(key) ?? standard), ...(sides.length > 1 ? [] : [standard])])
-    .filter((row) => sides.length === 1 || row[1] !== row[2]);
+    .filter(([, value, ...others]) => sides.length === 1 || others.some((other) => other !== value));
   const heads = ["Setting", ...(sides.length > 1 ? names : ["Value", "Default"])];
   return html`<${Panel} title=${title}>
     <${Table} caption=${title} heads=${heads} rows=${rows} keys=${rows.map((row) => row[0])}
-      empty=${sides.length > 1 ? "Both have the same settings." : "All settings are at their defaults."} />
+      empty=${sides.length > 1 ? "All have the same settings." : "All settings are at their defaults."} />
   <//>`;
 }

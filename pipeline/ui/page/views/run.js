@@ -25,7 +25,7 @@ export function RunView({ run, live, query }) {
       <${Flow} top=${top} live=${overview.live} run=${run} />
     <//>
     <${KeyNumbers} top=${top} run=${run} />
-    <${CurvesPanel} run=${run} tick=${live.tick} learner=${query.learner ?? ""} />
+    <${CurvesPanel} run=${run} tick=${live.tick} query=${query} />
     <div class="columns">
       <${Staleness} top=${top} />
       <${Processes} top=${top} />
@@ -44,14 +44,14 @@ function KeyNumbers({ top, run }) {
   const lag = top.unread + top.in_flight;
   return html`<${Panel} title="Key numbers">
     <dl class="figures">
-      <${Figure} label="Mean reward" value=${number(top.reward, 3)} note=${`exact ${percent(top.exact)}, newest rollouts`} />
+      <${Figure} label="Mean reward" value=${number(top.rollouts ? top.reward : null, 3)} note=${`exact ${percent(top.rollouts ? top.exact : null)}, newest rollouts`} />
       <${Figure} label="Step" value=${count(top.step)} exact=${top.step} note=${`${rate(top.steps_per_s)} per second`} />
       <${Figure} label="Policy" value=${versionText(top.policy_version)} note=${`rollouts by ${versionText(top.sampled_version)}`} href=${link(run, "weights")} />
       <${Figure} label="Rollouts" value=${count(top.rollouts)} exact=${top.rollouts} note=${`${rate(top.rollouts_per_s)} per second`} href=${link(run, "rollouts")} />
       <${Figure} label="Trained" value=${count(top.trained)} exact=${top.trained} note=${`${count(top.skipped)} skipped`} href=${link(run, "rollouts", { fate: "trained" })} />
       <${Figure} label="Before a batch" value=${count(lag)} exact=${lag} note=${`${count(top.unread)} unread, ${count(top.in_flight)} in flight`} />
       <${Figure} label="Batches waiting" value=${count(top.waiting)} exact=${top.waiting} note=${`of ${count(top.batches)}`} />
-      <${Figure} label="Dropped" value=${count(dropped)} exact=${dropped} note=${percent(top.rollouts ? dropped / top.rollouts : 0)} href=${link(run, "drops")} />
+      <${Figure} label="Dropped" value=${count(dropped)} exact=${dropped} note=${percent(top.rollouts ? dropped / top.rollouts : null)} href=${link(run, "drops")} />
       <${Figure} label="Dead letters" value=${count(top.dead_lettered)} exact=${top.dead_lettered} href=${link(run, "letters")} tone=${top.dead_lettered ? "warn" : ""} />
       ${top.configuration ? html`<${Figure} label="Configuration" value=${count(top.configuration.generation)} note=${`${top.configuration.estimator ?? "not known yet"}, marks ${top.configuration.mark_keys ? "signed" : "unsigned"}`} />` : null}
       ${top.records_skipped ? html`<${Figure} label="Unreadable records" value=${count(top.records_skipped)} exact=${top.records_skipped} tone="warn" />` : null}
@@ -60,9 +60,9 @@ function KeyNumbers({ top, run }) {
   <//>`;
 }
 
-/** @param {{ run: string, tick: number, learner: string }} props */
-function CurvesPanel({ run, tick, learner }) {
-  const answer = useAnswer(address(run, "series", { learner, points: 600 }), tick);
+/** @param {{ run: string, tick: number, query: Record<string, string> }} props */
+function CurvesPanel({ run, tick, query }) {
+  const answer = useAnswer(address(run, "series", { learner: query.learner, points: 600 }), tick);
   const learners = /** @type {string[]} */ (answer.data?.learners ?? []);
   /** @param {Event} event */
   const chosen = (event) => replaceQuery({ learner: /** @type {HTMLSelectElement} */ (event.target).value });
@@ -73,14 +73,14 @@ function CurvesPanel({ run, tick, learner }) {
         </select></label>`
       : null;
   return html`<${Panel} title="Curves" note="by learner step; drag to zoom, double-click to see all" actions=${choice}>
-    ${shown(answer, (data) => html`<${CurvesOf} series=${data.series} />`, "the curves")}
+    ${shown(answer, (data) => html`<${CurvesOf} series=${data.series} query=${query} />`, "the curves")}
   <//>`;
 }
 
-/** @param {{ series: import("../contract").Series[] }} props */
-function CurvesOf({ series }) {
+/** @param {{ series: import("../contract").Series[], query: Record<string, string> }} props */
+function CurvesOf({ series, query }) {
   const sides = useMemo(() => [{ name: "", series }], [series]);
-  return html`<${Curves} sides=${sides} />`;
+  return html`<${Curves} sides=${sides} query=${query} />`;
 }
 
 /** @param {{ top: import("../contract").Top }} props */
