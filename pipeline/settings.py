@@ -22,7 +22,7 @@ ENVIRONMENT_PREFIX = "ROLLSTREAM_"
 """A setting's variable is this prefix and the setting's key in upper case, with `__` for each dot."""
 _NOT_SETTINGS = re.compile(
     ENVIRONMENT_PREFIX
-    + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
+    + r"(READY_FD|LIFELINE_FD|LISTEN_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
     + r"|PIPELINERL|QUIXSTREAMS|REVERB|RLINF|TRANSFERQUEUE|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
 )
 """Variables with our prefix that are not settings: a supervisor's, mirrors', keys of episodes, and those of tests."""

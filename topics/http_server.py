@@ -6,6 +6,7 @@ thousand half-sent requests could therefore use up a server's memory and file de
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: text/plain\r\n"
     b"Content-Length: 21\r\n\r\ntoo many connections\n"
 )
+_BACKLOG = 1024
+"""Connections that the system holds until this process accepts them."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -63,9 +66,10 @@ async def listen(
     middlewares: Sequence[Any] = (),
     prepare: Callable[[web.Application], None] = lambda _app: None,
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    listener: socket.socket | None = None,
     **options: Any,
 ) -> BoundServer:
-    """Listen on an address; port 0 stands for any free port.
+    """Listen on an address, or on `listener`, a socket that listens there; port 0 stands for any free port.
 
     Errors mention `name`, the server's name, and the settings `setting` for its port and `max_body_setting` for the
     limit of bodies. `options` are passed to AppRunner. Raises ConfigurationError if it cannot listen on the address.
@@ -80,7 +84,7 @@ async def listen(
     runner = web.AppRunner(app, access_log=None, logger=logger, **options)
     await runner.setup()
     try:
-        await _Site(runner, host, port, connections, limits).start()
+        await _Site(runner, host, port, connections, limits, listener).start()
     except OSError as error:
         await runner.cleanup()
         raise ConfigurationError(
@@ -178,9 +182,10 @@ class _Site(web.BaseSite):
         port: int,
         connections: dict[Any, _Connection],
         limits: ConnectionLimits,
+        listener: socket.socket | None,
     ) -> None:
         super().__init__(runner)
-        self._host, self._port = host, port
+        self._host, self._port, self._socket = host, port, listener
         self._connections, self._limits = connections, limits
 
     @property
@@ -193,9 +198,15 @@ class _Site(web.BaseSite):
         await super().start()
         server = self._runner.server
         assert server is not None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Connection(server(), self._connections, self._limits), self._host, self._port
-        )
+        loop = asyncio.get_running_loop()
+
+        def connection() -> _Connection:
+            return _Connection(server(), self._connections, self._limits)
+
+        if self._socket is None:
+            self._server = await loop.create_server(connection, self._host, self._port, backlog=_BACKLOG)
+        else:
+            self._server = await loop.create_server(connection, sock=self._socket, backlog=_BACKLOG)
 
 
 def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_large: str) -> Any:

@@ -9,7 +9,12 @@ from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.env import servers_of
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
+from rollstream.pipeline.run.role_process import (
+    announce_progress,
+    announce_ready,
+    inherited_listener,
+    run_until_stopped,
+)
 from rollstream.producers.gateway.gateway_process import run_gateway
 
 
@@ -47,4 +52,5 @@ async def _serve(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         on_progress=announce_progress,
         workers=config.supervisor.workers,
         servers=servers_of(config),
+        listener=inherited_listener(),
     )

@@ -170,8 +170,10 @@ def process_spec(
 ) -> RoleSpec:
     """Return process `number` of a role. `expendable` marks a process that is added after the run began."""
     flags = ["--config", str(path)]
-    if role.name == GATEWAY and number:
-        flags += ["--set", f"gateway.port={config.gateway.port + number}"]
+    address = None
+    if role.name == GATEWAY:
+        address = (config.gateway.host, config.gateway.port + number)
+        flags += ["--set", f"gateway.port={config.gateway.port + number}"] if number else []
     supervisor = config.supervisor
     return RoleSpec(
         name=process_name(role, number),
@@ -190,6 +192,7 @@ def process_spec(
         backoff_s=supervisor.backoff_s,
         expendable=expendable or role.expendable,
         shares_work=role.name in _SHARING,
+        address=address,
     )
 
 

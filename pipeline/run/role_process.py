@@ -1,16 +1,18 @@
 """The contract between a role's process and its supervisor: report readiness, stop on request, never be left behind.
 
-The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means that the role is
+The supervisor passes inherited files by number. The line "ready" on ROLLSTREAM_READY_FD means that the role is
 ready; any other line reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is
 gone, even by kill -9: the role ends, and so does whatever it started, unless another supervisor adopts it through the
-list at ROLLSTREAM_REGISTRY.
-Without these pipes a role runs on its own.
+list at ROLLSTREAM_REGISTRY. ROLLSTREAM_LISTEN_FD is a socket that listens at the role's address: the supervisor keeps
+it while the role is started again, so that clients wait instead of being refused.
+Without these files a role runs on its own.
 """
 
 import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 READY_VARIABLE = "ROLLSTREAM_READY_FD"
 LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
+LISTEN_VARIABLE = "ROLLSTREAM_LISTEN_FD"
 ORPHAN_GRACE_S = 5.0
 """How long an orphan may take for a clean stop before it is killed."""
 SUPERVISOR_LOST = 70
@@ -142,6 +145,16 @@ def announce_progress(what: str, environment: Mapping[str, str] = os.environ) ->
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(int(number), what.replace("\n", " ").encode() + b"\n")
     return True
+
+
+def inherited_listener() -> socket.socket | None:
+    """Return the socket that the supervisor listens on for this role; None if there is none, or it was returned
+    before."""
+    number = os.environ.pop(LISTEN_VARIABLE, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return socket.socket(fileno=int(number))
 
 
 def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:

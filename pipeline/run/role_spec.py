@@ -31,6 +31,8 @@ class RoleSpec:
     """Time after which an exit is forgotten."""
     backoff_s: float = 0.5
     """Pause before the first restart; it doubles with each further restart."""
+    address: tuple[str, int] | None = None
+    """IP address and port where it serves clients, whose connections wait for it while it is started again."""
     expendable: bool = False
     """Whether the other processes go on if it never becomes ready, or exits more often than `restarts` allows."""
     shares_work: bool = False

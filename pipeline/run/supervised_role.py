@@ -1,7 +1,9 @@
 """The state of a role as its supervisor sees it, and the cause of its exit as its log shows it."""
 
+import ipaddress
 import os
 import signal
+import socket
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
 from rollstream.pipeline.run.role_spec import RoleSpec
 
 _TAIL_LINES = 12
+_WAITING_CLIENTS = 1024
+"""Connections that wait at the address of a role while it is started again."""
 _TAIL_BYTES = 64 * 1024
 LOG_BYTES = 64 * 1024 * 1024
 """Size above which a log is put aside before its process is started again."""
@@ -64,6 +68,28 @@ class SupervisedRole:
     """When a retired role that has not ended is killed, by the supervisor's clock; None if it is not retired."""
     failure: str = ""
     """Why an optional role is not started again."""
+    listener: socket.socket | None = None
+    """Socket at the address of the role, which it inherits."""
+
+    def listen(self) -> None:
+        """Listen at the role's address, so that connections wait for the role; the role itself reports an address that
+        is not an IP address, or is in use."""
+        if self.listener is None and self.spec.address is not None:
+            host, port = self.spec.address
+            with suppress(OSError, ValueError):
+                family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+                self.listener = socket.create_server((host, port), family=family, backlog=_WAITING_CLIENTS)
+
+    def stop_for_good(self) -> None:
+        """Note that the role is to end, and not to be started again."""
+        self.stopping, self.restart_at = True, None
+        self.refuse_clients()
+
+    def refuse_clients(self) -> None:
+        """Stop listening, so that clients are refused once the role itself has stopped."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
 
     @property
     def identity(self) -> ProcessIdentity | None:

@@ -10,6 +10,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import (
     HURRY_S,
     LIFELINE_VARIABLE,
+    LISTEN_VARIABLE,
     READY,
     READY_VARIABLE,
     Interrupts,
@@ -214,7 +216,7 @@ class Supervisor:
         roles = [self._roles[name] for name in names if name in self._roles]
         began = time.monotonic()
         for role in roles:
-            role.stopping, role.restart_at = True, None
+            role.stop_for_good()
             if not role.reaped:
                 event(logger, "role_stopping", role=role.spec.name)
                 role.process.terminate()
@@ -245,7 +247,7 @@ class Supervisor:
         """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills a role that takes too long,
         and forgets it once it has ended, so that a role of this name can be started again."""
         for role in (self._roles[name] for name in names):
-            role.stopping, role.restart_at = True, None
+            role.stop_for_good()
             role.retired_until = self._clock() + role.spec.stop_timeout_s
             if not role.reaped:
                 event(logger, "role_stopping", role=role.spec.name)
@@ -260,7 +262,7 @@ class Supervisor:
     def kill_all(self) -> None:
         """SIGKILL every role and what it started, now."""
         for role in self._roles.values():
-            role.stopping, role.restart_at = True, None
+            role.stop_for_good()
             self._kill(role)
 
     def kill_now(self) -> None:
@@ -311,16 +313,27 @@ class Supervisor:
     def _spawn(self, spec: RoleSpec, predecessor: SupervisedRole | None = None) -> None:
         """Start a role. Count a failure of the system to do so as an exit of the role; `poll` then tries again."""
         log, registry = self.log_dir / f"{spec.name}.log", self._registered(spec)
+        listener = predecessor.listener if predecessor else None
         # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
         with self._interrupts.deferred():
-            try:
-                process, ready_fd = self._start_process(spec, log, registry)
-            except OSError as error:  # no room on the disk, or no process or file is left
-                self._note_unstarted(spec, log, predecessor, error)
-                return
+            now, began = self._clock(), time.monotonic()
             role = SupervisedRole(
-                spec=spec, log=log, process=process, ready_fd=ready_fd, started=time.monotonic(), heard=self._clock()
+                spec=spec,
+                log=log,
+                process=Unstarted(),
+                ready_fd=None,
+                started=began,
+                heard=now,
+                reaped=True,
+                listener=listener,
             )
+            role.listen()
+            try:
+                role.process, role.ready_fd = self._start_process(spec, log, registry, role.listener)
+            except OSError as error:  # no room on the disk, or no process or file is left
+                self._note_unstarted(predecessor or role, error)
+                return
+            role.reaped = False
             if predecessor is not None:
                 self._restarts += 1
                 role.exits, role.ever_ready, role.recent = (
@@ -330,16 +343,20 @@ class Supervisor:
                 )
             self._roles[spec.name] = role
             if registry:
-                registry.register(spec.name, process.pid, spec.command_digest)
-        event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
+                registry.register(spec.name, role.process.pid, spec.command_digest)
+        event(logger, "role_started", role=spec.name, pid=role.process.pid, log=str(log), restarts=role.exits)
 
     def _start_process(
-        self, spec: RoleSpec, log: Path, registry: ProcessRegistry | None
+        self, spec: RoleSpec, log: Path, registry: ProcessRegistry | None, listener: socket.socket | None
     ) -> tuple[subprocess.Popen[bytes], int]:
         """Start the process of a role; return it with the pipe on which it reports. Raises OSError."""
         environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}
         if registry:
             environment[REGISTRY_VARIABLE] = str(registry.path.absolute())
+        passed = [self._lifeline_read]
+        if listener is not None:
+            environment[LISTEN_VARIABLE] = str(listener.fileno())
+            passed.append(listener.fileno())
         self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it to free space
         put_aside(log)
         with log.open("ab") as output:
@@ -351,7 +368,7 @@ class Supervisor:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(ready_write, self._lifeline_read),
+                    pass_fds=(ready_write, *passed),
                     start_new_session=True,
                 )
             except BaseException:
@@ -361,15 +378,11 @@ class Supervisor:
                 os.close(ready_write)
         return process, ready_read
 
-    def _note_unstarted(self, spec: RoleSpec, log: Path, predecessor: SupervisedRole | None, error: OSError) -> None:
-        now, began = self._clock(), time.monotonic()
-        role = predecessor or SupervisedRole(
-            spec=spec, log=log, process=Unstarted(), ready_fd=None, started=began, heard=now, reaped=True
-        )
-        self._roles[spec.name] = role
+    def _note_unstarted(self, role: SupervisedRole, error: OSError) -> None:
+        self._roles[role.spec.name] = role
         role.exits += 1
         cause = f"{error}; check the disk of {self.log_dir} and the limits on processes and open files"
-        self._start_later(role, now, "could not be started", cause, "role_not_started", error=str(error))
+        self._start_later(role, self._clock(), "could not be started", cause, "role_not_started", error=str(error))
 
     def _read_readiness(self, timeout_s: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -433,6 +446,9 @@ class Supervisor:
                 raise RoleFailed(f"role {spec.name} {failure}")
             pause_s = max(pause_s, _LONGEST_PAUSE_S)
             self._loops[spec.name] = CrashLoop(exits=len(recent_exits) + 1, cause=failure, again_in_s=pause_s)
+            role.refuse_clients()  # another process may serve them
+        else:
+            role.listen()
         event(logger, name, level=logging.WARNING, role=spec.name, restart_in_s=pause_s, **fields)
         role.recent, role.restart_at = (*recent_exits, now), now + pause_s
 
@@ -469,6 +485,7 @@ class Supervisor:
         """End an optional role for good."""
         event(logger, "role_given_up", level=logging.WARNING, role=role.spec.name, error=problem)
         self._kill(role)
+        role.refuse_clients()
         role.ready, role.failure = False, problem
 
     def _end_retired(self, role: SupervisedRole, now: float) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -201,8 +202,11 @@ class Listener:
         self.errors = 0
         """Requests answered with an error."""
 
-    async def listen(self, routes: Sequence[web.RouteDef], host: str, port: int) -> str:
-        """Listen, and return the URL. Raises ConfigurationError if the address cannot be bound."""
+    async def listen(
+        self, routes: Sequence[web.RouteDef], host: str, port: int, listener: socket.socket | None = None
+    ) -> str:
+        """Listen, on `listener` if it is given, and return the URL. Raises ConfigurationError if the address cannot be
+        bound."""
         self._server = await listen(
             routes,
             host,
@@ -211,6 +215,7 @@ class Listener:
             setting=f"{self._name}.port",
             max_body_bytes=self._max_body_bytes,
             max_body_setting=self._max_body_setting,
+            listener=listener,
             middlewares=[self._errors_in_form],
             shutdown_timeout=10.0,
         )

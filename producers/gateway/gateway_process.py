@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -31,6 +32,7 @@ async def run_gateway(
     workers: int | None = None,
     servers: Callable[[int], Sequence[str]] | None = None,
     stop: asyncio.Event,
+    listener: socket.socket | None = None,
     on_ready: Callable[[str], None] = lambda _url: None,
     on_progress: Callable[[str], object] = lambda _progress: None,
 ) -> None:
@@ -39,8 +41,8 @@ async def run_gateway(
 
     Servers, model, key, temperature and logprobs_mode come from `worker`. Without `capacity`, the only limit is
     gateway.max_sessions. `capacity` is shared with `workers`, or with the number of workers that operators request;
-    `servers` returns the URLs for the number of inference servers that they request. Raises ConfigurationError,
-    TopicError, BrokerUnavailable.
+    `servers` returns the URLs for the number of inference servers that they request. `listener` is a socket that
+    listens at the gateway's address already. Raises ConfigurationError, TopicError, BrokerUnavailable.
     """
     async with AsyncExitStack() as stack:
         read_progress: Callable[[], RunProgress] = RunProgress
@@ -75,7 +77,7 @@ async def run_gateway(
         steered = GatewaySteering(upstream, service, capacity, workers=workers, servers=servers)
         follows = _look_for_versions(upstream, lambda: steered.follow(steering.state), stop)
         beside = {asyncio.ensure_future(work) for work in (service.attend(stop), follows)}
-        server = await stack.enter_async_context(GatewayServer(service, capture, upstream, config))
+        server = await stack.enter_async_context(GatewayServer(service, capture, upstream, config, listener))
         await stack.enter_async_context(
             MetricsPublisher(
                 kafka, run, config.replica_id, "gateway", server.metrics, interval_s=config.metrics_interval_s

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import math
+import socket
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -33,11 +34,18 @@ class GatewayServer:
     """Serves a gateway; use it as an async context manager. `url` is its address once it listens."""
 
     def __init__(
-        self, service: SessionService, capture: CallCapture, upstream: Upstream, config: GatewayConfig
+        self,
+        service: SessionService,
+        capture: CallCapture,
+        upstream: Upstream,
+        config: GatewayConfig,
+        listener: socket.socket | None = None,
     ) -> None:
-        """Raises ConfigurationError if gateway.api_key cannot be resolved."""
+        """`listener` is a socket that listens already, in place of the address in `config`.
+
+        Raises ConfigurationError if gateway.api_key cannot be resolved."""
         self._service, self._capture, self._upstream = service, capture, upstream
-        self._config = config
+        self._config, self._socket = config, listener
         self._secret = resolve("gateway.api_key", config.api_key)
         self._calls = CallRoutes(capture, self._session_of_call, service.fail_call)
         self._listener = Listener("gateway", config.max_body_bytes, max_body_setting="gateway.max_body_bytes")
@@ -58,7 +66,7 @@ class GatewayServer:
         for prefix in ("/sessions/{session}/v1", "/sessions/{session}", "/v1", ""):
             routes += self._calls.routes(prefix)
             routes.append(web.get(f"{prefix}/models", self._models))
-        self.url = await self._listener.listen(routes, self._config.host, self._config.port)
+        self.url = await self._listener.listen(routes, self._config.host, self._config.port, self._socket)
         event(logger, "gateway_listening", url=self.url, replica_id=self._config.replica_id)
         return self
 

@@ -18,7 +18,7 @@ from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig
 from tests.faults.auditor import audit
 from tests.support.command_line import answer_of, in_full
-from tests.support.paths import ROOT
+from tests.support.paths import PYTHON_PATH, ROOT
 from tests.support.waiting import eventually
 
 DEMO = ROOT / "recipes" / "dsort3" / "run.toml"
@@ -54,7 +54,7 @@ class SteeredRun:
         flags = [f"--set={name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-P", "-m", "rollstream", "run", str(self._recipe), *self._where, *flags]
         # Environments of tests import helpers of the tests.
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, cwd=self._recipe.parent, env=environment, stdout=output, stderr=subprocess.STDOUT

@@ -106,6 +106,7 @@ def test_variables_that_are_for_something_else_are_left_alone() -> None:
     others = {
         "ROLLSTREAM_READY_FD": "3",
         "ROLLSTREAM_LIFELINE_FD": "4",
+        "ROLLSTREAM_LISTEN_FD": "5",
         "ROLLSTREAM_REGISTRY": "/runs/main/processes.json",
         "ROLLSTREAM_EPISODE_7f3a": "key",
         "PATH": "/",

@@ -55,6 +55,13 @@ def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
         plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
 
 
+def test_clients_of_gateways_wait_for_them_at_the_port_of_each() -> None:
+    config = load(flags=["gateway.port=8100", "gateway.processes=2"])
+    roles = plans.plan(config, Path("run.toml"))
+    assert [spec.address for spec in roles.of("gateway")] == [("127.0.0.1", 8100), ("127.0.0.1", 8101)]
+    assert {spec.address for spec in roles.consumers} == {None}
+
+
 def test_engines_of_others_are_updated_by_one_role_that_is_ready_before_rollouts_are_produced() -> None:
     config = load(flags=['serving.urls=["http://127.0.0.1:8000"]'])
     roles = plans.plan(config, Path("run.toml"))

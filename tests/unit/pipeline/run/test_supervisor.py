@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervised_role import LOG_BYTES
@@ -23,7 +25,7 @@ from rollstream.topics.logs import JsonFormatter
 from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metrics.values import VALUES
 from tests.support.interrupting import LIMIT_S, FairTime
-from tests.support.paths import ROOT
+from tests.support.paths import PYTHON_PATH
 from tests.support.waiting import eventually
 
 PRELUDE = """
@@ -36,6 +38,11 @@ watch_lifeline()
 """
 OBEDIENT = PRELUDE + "stop = stop_on_signals(); announce_ready(); stop.wait()"
 STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); announce_ready(); time.sleep(600)"
+SERVING = PRELUDE + (
+    "from rollstream.pipeline.run.role_process import inherited_listener\n"
+    "listener = inherited_listener(); announce_ready()\n"
+    "while True: listener.accept()[0].sendall(str(os.getpid()).encode())"
+)
 WITH_A_CHILD = PRELUDE + (
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
     "Path('child').write_text(str(child.pid)); stop = stop_on_signals(); announce_ready(); stop.wait()"
@@ -55,7 +62,7 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     monkeypatch.chdir(tmp_path)
     return Supervisor(tmp_path / "logs", environment=os.environ)
 
@@ -142,6 +149,34 @@ def test_a_role_whose_work_another_does_is_started_again_every_minute_and_the_ot
         assert list(supervisor.pids) == ["a-0"]
 
 
+def test_clients_of_a_role_wait_while_it_is_started_again_and_are_refused_when_it_is_retired(
+    supervisor: Supervisor,
+) -> None:
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    with supervisor:
+        supervisor.start(role("a-0", SERVING, backoff_s=0.01, address=address))
+        supervisor.wait_ready(["a-0"])
+        killed = supervisor.kill("a-0")
+        with socket.create_connection(address, 60) as client:
+            poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+            assert int(client.recv(100)) == supervisor.pids["a-0"] != killed
+        supervisor.retire("a-0")
+        poll_until(supervisor, lambda: not supervisor.holds("a-0"), "its end")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, 60)
+
+
+def test_clients_of_a_role_that_is_not_started_again_soon_are_refused(supervisor: Supervisor) -> None:
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    with supervisor:
+        supervisor.start(role("a-0", SERVING, restarts=0, expendable=True, address=address))
+        supervisor.wait_ready(["a-0"])
+        supervisor.kill("a-0")
+        poll_until(supervisor, lambda: bool(supervisor.crash_loops), "a crash loop")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, 60)
+
+
 def test_a_role_that_another_process_fenced_is_not_started_again(supervisor: Supervisor) -> None:
     fenced = PRELUDE + "announce_ready(); time.sleep(0.2); os._exit(3)"
     with supervisor:
@@ -164,7 +199,9 @@ def test_a_supervisor_that_must_end_ends_with_its_roles(tmp_path: Path) -> None:
             raise error
 
     def supervise() -> None:
-        with Supervisor(tmp_path / "logs", environment={**os.environ, "PYTHONPATH": str(ROOT)}, check=check) as ending:
+        with Supervisor(
+            tmp_path / "logs", environment={**os.environ, "PYTHONPATH": PYTHON_PATH}, check=check
+        ) as ending:
             ending.start(role("a-0", OBEDIENT))
             ending.wait_ready(["a-0"])
             pids.extend(ending.pids.values())
@@ -193,7 +230,7 @@ def test_a_role_that_was_added_and_never_becomes_ready_ends_nothing(supervisor: 
 
 
 def test_an_exit_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     time_s = 0.0
     with Supervisor(tmp_path / "logs", environment=os.environ, clock=lambda: time_s) as supervisor:
         supervisor.start(role("a-0", OBEDIENT, restarts=1, backoff_s=0.0, window_s=100.0))
@@ -388,7 +425,7 @@ def test_a_role_that_may_end_is_started_again_only_when_that_is_withdrawn(tmp_pa
     drained = {"a"}
     starts = tmp_path / "starts"
     script = f"{PRELUDE}announce_ready(); Path({str(starts)!r}).open('a').write('x')"
-    where = os.environ | {"PYTHONPATH": str(ROOT)}
+    where = os.environ | {"PYTHONPATH": PYTHON_PATH}
     with Supervisor(tmp_path / "logs", environment=where, may_end=drained.__contains__) as supervisor:
         supervisor.start(role("a-0", script, restarts=0))
         poll_until(supervisor, lambda: not supervisor.pids, "its end")
@@ -604,7 +641,7 @@ def test_a_role_that_is_alone_and_cannot_be_started_again_fails_the_run_with_the
 
 def test_a_role_that_was_added_and_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
     hours = Hours()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     with Supervisor(tmp_path / "logs", environment=environment, clock=hours) as supervisor:
         supervisor.start(role("a-0", OBEDIENT))
         supervisor.wait_ready(["a-0"])
