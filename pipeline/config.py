@@ -68,9 +68,6 @@ class SupervisorConfig:
 
     workers: int = 2
     """Number of environment workers; grouper.processes is the number of grouping processes."""
-    worker_python: str = ""
-    """Python interpreter of the workers, e.g. of a virtual environment in which rollstream and an environment's library
-    are installed; empty: the interpreter of `rollstream run`."""
     learner_gpus: tuple[str, ...] = ()
     """GPUs of each learner process, e.g. ["0,1"] for one process with two GPUs: values of CUDA_VISIBLE_DEVICES by
     process number, from the front again if there are more processes; empty: each process sees all GPUs."""

@@ -87,14 +87,10 @@ class EnvironmentConfig:
     NAMED_BY: ClassVar[tuple[str, ...]] = ("name", "use")
 
     use: str = ""
-    """Environment: a built-in name, package.module:Class, path/to/file.py:Class, or the name of an entry point of the
-    group rollstream.environments."""
+    """Environment: a built-in name, package.module:Class, path/to/file.py:Class, the name of an entry point of the
+    group rollstream.environments, or the URL of one that `rollstream env serve` runs."""
     name: str = ""
     """Name in every record; the environment's own name if empty. It must not change within a run."""
-    load_in: Literal["all", "workers"] = "all"
-    """Processes that load it: all that need its prompts, or only workers, if its library is installed only for
-    supervisor.worker_python. In the latter case, the lengths of its prompts and answers are not checked before
-    training, and it is used neither for evaluations nor for warm-start examples."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     weight: float = 1.0
@@ -127,10 +123,6 @@ class EnvironmentConfig:
         if not self.use:
             raise ConfigurationError(
                 'use is missing: name the environment, e.g. use = "dsort3" or use = "my_game.py:Game"'
-            )
-        if self.load_in == "workers" and not self.name:
-            raise ConfigurationError(
-                f"environment {self.use} is loaded in workers only, so other processes cannot learn its name; set name"
             )
         for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts"):
             if not getattr(self, name) >= 0:

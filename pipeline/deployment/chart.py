@@ -320,7 +320,7 @@ def _port_of(url: str) -> int:
 
 
 def _check(config: RunConfig, options: ChartOptions) -> None:
-    check_containers(config, options.worker_image)
+    check_containers(config)
     if is_secured(config):
         check_brokers(config)
     else:

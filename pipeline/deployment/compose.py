@@ -123,7 +123,7 @@ def service_name(role: str, number: int) -> str:
 
 
 def _check(config: RunConfig, options: ComposeOptions) -> None:
-    check_containers(config, options.worker_image)
+    check_containers(config)
     if options.brokers not in (0, 1, 3):
         raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 to use kafka.bootstrap_servers")
     if not options.brokers:

@@ -54,13 +54,8 @@ def is_secured(config: RunConfig) -> bool:
     return config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT"
 
 
-def check_containers(config: RunConfig, worker_image: str) -> None:
+def check_containers(config: RunConfig) -> None:
     """Raise ConfigurationError for a setting that names something on this machine that containers do not have."""
-    if config.supervisor.worker_python and not worker_image:
-        raise ConfigurationError(
-            "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "
-            "libraries of the environments"
-        )
     if counts(config).get(ENGINE):
         raise ConfigurationError(
             "serving.python names a Python of this machine; run the engine in its own container, and set "

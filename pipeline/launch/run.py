@@ -68,7 +68,6 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if not config.is_control:
         require_jax()
         plans.check_labeler(config)
-        plans.check_worker_python(config)
         check_lengths(config, environments_of(config))
     interrupts = Interrupts()
     interrupts.install()

@@ -6,7 +6,6 @@ override the file.
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -72,16 +71,6 @@ def check_labeler(config: RunConfig) -> None:
         raise ConfigurationError(
             "the rewards of an environment come from a labeler, and none is named; set labeling.labeler to judge, or "
             "to package.module:function"
-        )
-
-
-def check_worker_python(config: RunConfig) -> None:
-    """Raise ConfigurationError if the workers' Python is not an executable program."""
-    python = config.supervisor.worker_python
-    if python and shutil.which(python) is None:
-        raise ConfigurationError(
-            f"supervisor.worker_python is {python!r}, which is not a program on this machine; name the python of a "
-            "virtual environment in which rollstream is installed"
         )
 
 
@@ -183,7 +172,6 @@ def process_spec(
             **dict.fromkeys(withheld_variables(config, role.secrets), ""),
             **device_variables(config, role.name, number, os.environ),
         },
-        python=supervisor.worker_python if role.name == ENV else "",
         finishes=role.finishes,
         ready_timeout_s=supervisor.ready_timeout_s,
         stop_timeout_s=supervisor.stop_timeout_s,

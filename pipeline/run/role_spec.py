@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec:
-    """One process of a run: `python *arguments`."""
+    """One process of a run: `python *arguments`, with this Python."""
 
     name: str
     """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to those of the supervisor; an empty value removes a variable."""
-    python: str = ""
-    """Python that runs it; the supervisor's if empty."""
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
     optional: bool = False
@@ -46,5 +44,5 @@ class RoleSpec:
     @property
     def command_digest(self) -> str:
         """A digest of its command line and variables."""
-        command = [self.python or sys.executable, self.arguments, sorted(self.environment.items())]
+        command = [sys.executable, self.arguments, sorted(self.environment.items())]
         return hashlib.sha256(json.dumps(command).encode()).hexdigest()

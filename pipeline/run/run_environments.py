@@ -11,6 +11,9 @@ from rollstream.producers.config import EnvironmentConfig
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, load_environments
 from rollstream.topics.errors import ConfigurationError
 
+NAME_HELP = "an entry of environments, or a value of `use`, such as game.py:Game"
+"""Help of the argument of commands that `environment_named` takes."""
+
 
 def played_by(config: RunConfig, ordinal: int, numbers: Mapping[str, int]) -> list[EnvironmentConfig]:
     """Return the entries of the mixture that the worker with this ordinal plays.
@@ -26,13 +29,12 @@ def environments_of(
 ) -> tuple[LoadedEnvironment, ...]:
     """Load the run's environments, or, with `ordinal`, those that the worker with this number plays by `numbers`.
 
-    Without `ordinal`, environments that only workers load are left out. Raises ConfigurationError, naming the entry, if
-    an environment cannot be loaded or, without `ordinal`, can never be unlocked; and if this worker has none to play.
+    Raises ConfigurationError, naming the entry, if an environment cannot be loaded or, without `ordinal`, can never be
+    unlocked; and if this worker has none to play.
     """
     if ordinal is None:
-        environments = load_environments([e for e in config.mixture if e.load_in == "all"], config.worker, config.tasks)
-        others = [(e.name, e) for e in config.mixture if e.load_in == "workers"]
-        _check_lessons([*((e.name, e.entry) for e in environments), *others])
+        environments = load_environments(config.mixture, config.worker, config.tasks)
+        _check_lessons([(e.name, e.entry) for e in environments])
         return environments
     # Numbers that leave this worker nothing are for the other workers.
     entries = played_by(config, ordinal, numbers) or played_by(config, ordinal, {})
@@ -42,6 +44,21 @@ def environments_of(
             "environments.N.workers, or set it to 0 for all"
         )
     return load_environments(entries, config.worker, config.tasks)
+
+
+def environment_named(config: RunConfig, name: str) -> LoadedEnvironment:
+    """Load an entry of environments by its name or `use`, or another value of `use`. Raises ConfigurationError."""
+    listed = next((entry for entry in config.environments if name in (entry.name, entry.use)), None)
+    try:
+        [environment] = load_environments([listed or EnvironmentConfig(use=name)], config.worker, config.tasks)
+        return environment
+    except ConfigurationError:
+        # The name of an entry that gives none is that of its class.
+        others = [] if listed else load_environments(config.environments, config.worker, config.tasks)
+        for environment in others:
+            if environment.name == name:
+                return environment
+        raise
 
 
 def _check_lessons(entries: Sequence[tuple[str, EnvironmentConfig]]) -> None:

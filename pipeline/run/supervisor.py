@@ -363,7 +363,7 @@ class Supervisor:
             ready_read, ready_write = os.pipe()
             try:
                 process = subprocess.Popen(
-                    [spec.python or sys.executable, *spec.arguments],
+                    [sys.executable, *spec.arguments],
                     env={k: v for k, v in environment.items() if v != ""} | {READY_VARIABLE: str(ready_write)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,

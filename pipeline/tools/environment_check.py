@@ -18,8 +18,9 @@ from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.run_environments import NAME_HELP, environment_named
 from rollstream.pipeline.tools.random_policy import RandomPolicy
-from rollstream.producers.config import EnvironmentConfig, WorkerConfig
+from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import SPLITS, AgentEnvironment, Episode, Prompt
 from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.inference.client import CompletionsClient
@@ -27,7 +28,7 @@ from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.record_sender import check_size, limit_bytes_of
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.producers.tasks.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.agent_player import play_agents
 from rollstream.producers.worker.group_player import EpisodeLimits, play_group
 from rollstream.producers.worker.local_gateway import LocalGateway
@@ -71,9 +72,7 @@ class CheckTimes:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream env check`."""
     set_handler(parser, run, example="rollstream env check my_game.py:MyGame", json=True)
-    parser.add_argument(
-        "environment", metavar="NAME", help="an entry of environments, or a value of `use`, such as game.py:Game"
-    )
+    parser.add_argument("environment", metavar="NAME", help=NAME_HELP)
     parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to play (default: %(default)s)")
     parser.add_argument(
         "--members", type=int, default=4, metavar="N", help="episodes of each prompt (default: %(default)s)"
@@ -83,7 +82,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Check an environment; return 0 if every episode can be trained on, else 1."""
-    environment = _environment(config, args.environment)
+    environment = environment_named(config, args.environment)
     if environment.agent is not None and args.random:
         raise ConfigurationError(
             f"environment {environment.name} calls the policy itself, which needs an inference server; leave out "
@@ -98,21 +97,6 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         print(_as_text(environment, tokenizer, source, groups, times, warnings))
     return 1 if any(group.errors for group in groups) else 0
-
-
-def _environment(config: RunConfig, name: str) -> LoadedEnvironment:
-    """Load an entry of environments by its name or `use`, or another value of `use`. Raises ConfigurationError."""
-    listed = next((entry for entry in config.environments if name in (entry.name, entry.use)), None)
-    try:
-        [environment] = load_environments([listed or EnvironmentConfig(use=name)], config.worker, config.tasks)
-        return environment
-    except ConfigurationError:
-        # The name of an entry that gives none is that of its class.
-        others = [] if listed else load_environments(config.environments, config.worker, config.tasks)
-        for environment in others:
-            if environment.name == name:
-                return environment
-        raise
 
 
 async def _check(

@@ -25,8 +25,10 @@ from rollstream.producers.tasks.choices import Choices
 from rollstream.producers.tasks.coding import Coding
 from rollstream.producers.tasks.formulas import Formulas
 from rollstream.producers.tasks.number_guessing import NumberGuessing
+from rollstream.producers.tasks.openenv_environment import OpenEnvEnvironment
 from rollstream.producers.tasks.question_file import QuestionFile
 from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
+from rollstream.producers.tasks.remote_environment import remote_environment
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.producers.tasks.verifiers_environment import VerifiersEnvironment
 from rollstream.topics.errors import ConfigurationError
@@ -42,6 +44,7 @@ _CLASSES: Mapping[str, type] = {
     "formulas": Formulas,
     "guess": NumberGuessing,
     "jsonl": QuestionFile,
+    "openenv": OpenEnvEnvironment,
     "reasoning-gym": ReasoningGymDataset,
     "tools": ToolUse,
     "verifiers": VerifiersEnvironment,
@@ -209,6 +212,8 @@ def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = 
         return _called(entry.use, create_task, options, entry.use, settings)
     if entry.use in _CLASSES:
         return _called(entry.use, _CLASSES[entry.use], options)
+    if entry.use.startswith(("http://", "https://")):
+        return _called(entry.use, remote_environment, options, entry.use)
     if ":" not in entry.use:
         return _called(entry.use, _plug_in(entry.use), options)
     factory = load_object(entry.use, "environments: use is", "name it package.module:Class")

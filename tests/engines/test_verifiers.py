@@ -1,4 +1,4 @@
-"""A taskset of verifiers in a run as a user starts it: the library is installed with the workers, not elsewhere."""
+"""A taskset of verifiers in a run as a user starts it: `rollstream env serve` runs it where the library is."""
 
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.validation import problems
 from tests.broker.test_demo import environment
+from tests.support.environment_servers import ServedEnvironment
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -71,19 +72,25 @@ class Doubt(Harness[vf.HarnessConfig]):
 
 __all__ = ["DoubtedSums", "Doubt"]
 '''
-SETTINGS = """
+SERVED = """
 [[environments]]
 name = "sums"
 use = "verifiers"
-load_in = "workers"
 
 [environments.options]
 max_tokens = 6
-env = {{ taskset = {{ id = "doubted_sums" }}, agent = {{ runtime = {{ type = "subprocess" }} }} }}
+env = { taskset = { id = "doubted_sums" }, agent = { runtime = { type = "subprocess" } } }
+"""
+SETTINGS = """
+[[environments]]
+use = "{url}"
+options = {{ wait_s = 300 }}
 
 [supervisor]
-worker_python = "{python}"
 ready_timeout_s = 600
+
+[evaluation]
+every_versions = 1
 
 [learner]
 model = {{ num_hidden_layers = 1 }}
@@ -112,15 +119,17 @@ def test_a_taskset_of_verifiers_is_trained_on_in_a_run_whose_own_python_does_not
     if not PYTHON.exists():
         pytest.fail("verifiers is not installed: run make .venv/verifiers/.installed", pytrace=False)
     (tmp_path / "doubted_sums.py").write_text(TASKSET)
-    (tmp_path / "run.toml").write_text(SETTINGS.format(python=PYTHON))
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "rollstream", "run", "run.toml", "--run", run_name, "--set=data_dir=data"],
-        env=environment(tmp_path / "jax", KAFKA_BOOTSTRAP_SERVERS=broker, PYTHONPATH=str(tmp_path)),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    (tmp_path / "served.toml").write_text(SERVED)
+    with ServedEnvironment(tmp_path, "sums", "--config", "served.toml", python=PYTHON) as there:
+        (tmp_path / "run.toml").write_text(SETTINGS.format(url=there.url))
+        run = subprocess.run(
+            [sys.executable, "-P", "-m", "rollstream", "run", "run.toml", "--run", run_name, "--set=data_dir=data"],
+            env=environment(tmp_path / "jax", KAFKA_BOOTSTRAP_SERVERS=broker),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
     assert run.returncode == 0, run.stderr[-3000:]
 
     kafka = KafkaConfig(bootstrap_servers=broker)
@@ -160,6 +169,7 @@ def test_a_taskset_of_verifiers_is_trained_on_in_a_run_whose_own_python_does_not
     book = ledger(kafka, run_name)
     assert book.balanced, book.problems
     assert book.trained >= 48
+    assert [e["version"] for e in book.evaluations][:2] == [0, 1]
     assert verify(kafka, run_name).mismatches == []
 
 

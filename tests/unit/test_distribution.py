@@ -159,6 +159,8 @@ def locked_versions(name: str) -> dict[str, set[str]]:
         "requirements-long.txt",
         "requirements-vllm.txt",
         "requirements-verifiers.txt",
+        "requirements-openenv.txt",
+        "requirements-harbor.txt",
         "requirements-trl.txt",
     ],
 )

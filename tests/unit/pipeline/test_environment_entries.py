@@ -189,20 +189,6 @@ def test_evaluations_leave_out_environments_that_know_no_rewards() -> None:
     assert [e.name for e in environments_of(load(flags=labeled)) if e.evaluated] == ["dsort3"]
 
 
-def test_an_environment_that_workers_alone_load_is_not_asked_for_by_others() -> None:
-    elsewhere = [
-        "environments.1.use=away:Game",
-        "environments.1.name=game",
-        "environments.1.load_in=workers",
-    ]
-    config = load(flags=["environments.0.use=add", "environments.0.after=['game']", *elsewhere])
-    assert [e.name for e in environments_of(config)] == ["add"]
-    with pytest.raises(ConfigurationError, match="No module named 'away'"):
-        environments_of(config, 0)
-    with pytest.raises(ConfigurationError, match="set name"):
-        load(flags=["environments.0.use=away:Game", "environments.0.load_in=workers"])
-
-
 def test_each_worker_plays_the_entries_that_have_so_many_workers() -> None:
     config = load(flags=["environments.0.use=add", "environments.0.workers=1", "environments.1.use=dsort3"])
     assert [[e.name for e in environments_of(config, ordinal)] for ordinal in (0, 1)] == [["add", "dsort3"], ["dsort3"]]

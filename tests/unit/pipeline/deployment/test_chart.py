@@ -93,7 +93,6 @@ def test_the_chart_has_the_version_of_the_package() -> None:
         (f'run = "{"r" * 40}"', [], "choose a name of 30 characters at most"),
         ("", ["--set=learner.weights.url=weights"], "pods share no directory; name a URL of a store"),
         ("", ["-X", "security.protocol=SSL"], "kafka.bootstrap_servers has 127.0.0.1:9092"),
-        ("", ["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
         (
             "",
             ['--set=worker.inference_urls=["http://127.0.0.1:8000/v1"]'],

@@ -223,7 +223,6 @@ NESTED_SECRETS = """
 [[environments]]
 name = "judged"
 use = "verifiers"
-load_in = "workers"
 options.OpenAI_api_key = "env:OPENAI"
 options.env = { judges = [ { model = "m", api_key = "env:JUDGE" } ] }
 options.grader = { api_key = "env:GRADER" }
@@ -245,7 +244,7 @@ def test_options_that_hold_references_to_variables_are_the_same_in_containers(tm
     [("judges.0.api_key", '{ judges = [ { api_key = "file:k" } ] }'), ("My_api_key", '{ My_api_key = "file:k" }')],
 )
 def test_files_of_secrets_that_no_variable_can_name_are_refused(key: str, options: str, tmp_path: Path) -> None:
-    text = f'[[environments]]\nname = "judged"\nuse = "verifiers"\nload_in = "workers"\noptions = {options}\n'
+    text = f'[[environments]]\nname = "judged"\nuse = "verifiers"\noptions = {options}\n'
     with pytest.raises(ConfigurationError, match=rf"environments\.0\.options\.{key} is file:.*; refer to .*env:NAME"):
         rendered(tmp_path, text)
 
@@ -320,7 +319,6 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
         (["--brokers=0"], "kafka.bootstrap_servers has 127.0.0.1:9092, which inside a container is the container"),
         (["-X", "security.protocol=SASL_SSL"], "the brokers of the compose file are plaintext"),
         (["--set=topics.replication_factor=3"], "there is one broker; give --brokers 3"),
-        (["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
         (
             ["--set=broker.properties.ssl.keystore.password=env:STORE"],
             "broker.properties.ssl.keystore.password refers to a secret, which brokers in containers do not get",
@@ -338,7 +336,7 @@ def test_what_no_container_can_have_is_refused_with_the_remedy(flags: list[str],
 
 
 def test_workers_have_an_image_of_their_own_and_directories_lie_in_the_volume(tmp_path: Path) -> None:
-    flags = ["--worker-image=worlds:1", "--image=r:2", "--set=supervisor.worker_python=vf/bin/python"]
+    flags = ["--worker-image=worlds:1", "--image=r:2"]
     document = rendered(tmp_path, 'data_dir = "/d"\n[learner]\nweights.url = "/d/weights"\n', *flags)
     images = {name: service["image"] for name, service in document["services"].items()}
     assert (images["env-0"], images["learn"], images["broker"]) == ("worlds:1", "r:2", BrokerConfig().image)

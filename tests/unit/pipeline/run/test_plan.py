@@ -45,16 +45,6 @@ def test_a_run_that_waits_for_a_labeler_without_a_name_is_refused() -> None:
         plans.check_labeler(load(flags=LABELED))
 
 
-def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
-    config = load(flags=[f"supervisor.worker_python={sys.executable}", "gateway.port=8100"])
-    plans.check_worker_python(config)
-    roles = plans.plan(config, Path("run.toml"))
-    assert {spec.python for spec in roles.of("env")} == {sys.executable}
-    assert {spec.python for spec in (*roles.consumers, *roles.of("gateway"))} == {""}
-    with pytest.raises(ConfigurationError, match="which is not a program on this machine"):
-        plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
-
-
 def test_clients_of_gateways_wait_for_them_at_the_port_of_each() -> None:
     config = load(flags=["gateway.port=8100", "gateway.processes=2"])
     roles = plans.plan(config, Path("run.toml"))

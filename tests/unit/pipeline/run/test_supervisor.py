@@ -645,20 +645,18 @@ def test_a_role_that_was_added_and_cannot_be_started_ends_nothing(tmp_path: Path
     with Supervisor(tmp_path / "logs", environment=environment, clock=hours) as supervisor:
         supervisor.start(role("a-0", OBEDIENT))
         supervisor.wait_ready(["a-0"])
-        missing = tmp_path / "python"
-        supervisor.start(
-            role("b-0", OBEDIENT, expendable=True, python=str(missing)), role("b-1", OBEDIENT, expendable=True)
-        )
+        in_place_of_a_log = tmp_path / "logs" / "b-0.log"
+        in_place_of_a_log.mkdir()
+        supervisor.start(role("b-0", OBEDIENT, expendable=True), role("b-1", OBEDIENT, expendable=True))
         assert supervisor.crash_loops["b-0"].cause.startswith("could not be started: ")
         assert supervisor.holds("b-0")
         supervisor.wait_ready(["b-1"])
         assert set(supervisor.pids) == {"a-0", "b-1"}
-        missing.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        missing.chmod(0o755)
+        in_place_of_a_log.rmdir()
         hours.now_s += 61
         supervisor.wait_ready(["b-0"])
-        missing.unlink()
-        supervisor.start(role("b-2", OBEDIENT, expendable=True, python=str(missing)))
+        in_place_of_a_log.with_name("b-2.log").mkdir()
+        supervisor.start(role("b-2", OBEDIENT, expendable=True))
         supervisor.retire("b-2")
         supervisor.poll()
         assert not supervisor.holds("b-2")
