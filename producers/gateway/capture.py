@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,8 +77,15 @@ class SessionLog(Protocol):
 class CallCapture:
     """Forwards the calls of sessions to servers, and records them."""
 
-    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules) -> None:
-        self._upstream, self._log, self._rules = upstream, log, rules
+    def __init__(
+        self,
+        upstream: Upstream,
+        log: SessionLog,
+        rules: CaptureRules,
+        on_recorded: Callable[[SessionEvent, ModelCall], None] = lambda _start, _call: None,
+    ) -> None:
+        """`on_recorded` receives the start of the session and the call once it is on the log."""
+        self._upstream, self._log, self._rules, self._on_recorded = upstream, log, rules, on_recorded
         self._delivered: dict[str, set[str]] = {}
         """Calls, by session, whose whole answers this process has delivered."""
         self._in_flight: dict[tuple[str, str], asyncio.Future[ModelCall]] = {}
@@ -350,6 +357,7 @@ class CallCapture:
                 answered=time.time(),
             )
             await self._log.append(call)
+            self._on_recorded(session.start, call)
         finally:
             reserved.discard(repetition)
             if not reserved:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from rollstream.producers.config import WorkerConfig
@@ -18,6 +19,7 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
+from rollstream.topics.traces.stages import call_recorded
 
 
 class GatewayParts(NamedTuple):
@@ -96,7 +98,8 @@ async def gateway_parts(
                 max_version_skew=worker.max_version_skew,
             )
         )
-        capture = CallCapture(upstream, log, rules)
+        traced = (partial(call_recorded, run, worker.model),) if recorded else ()
+        capture = CallCapture(upstream, log, rules, *traced)
         service = SessionService(log, writer, upstream, config, assume_version=worker.assume_version, **limits)
         if isinstance(log, CallLog):
             await log.start(on_progress)

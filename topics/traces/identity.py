@@ -8,7 +8,7 @@ import hashlib
 import json
 from typing import NamedTuple
 
-from rollstream.topics.records import BatchGroup, Rollout
+from rollstream.topics.records import BatchGroup, Rollout, SessionEvent
 
 _LOW = (1 << 64) - 1
 
@@ -22,8 +22,8 @@ class SpanPlace(NamedTuple):
     """64 bits."""
 
 
-def trace_of_group(run: str, group: Rollout | BatchGroup) -> int:
-    """Return the trace of a group, from any of its rollouts or its entry in a batch."""
+def trace_of_group(run: str, group: Rollout | BatchGroup | SessionEvent) -> int:
+    """Return the trace of a group, from any of its rollouts, its entry in a batch, or the start of a session."""
     return _number(16, "group", run, group.environment, group.example_id, group.policy_version, group.group_id)
 
 

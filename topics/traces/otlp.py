@@ -25,7 +25,12 @@ except ImportError as missing:
 
 TIMEOUT_S = 5.0
 """Longest time that a request takes, including its retries."""
-_KINDS = {"producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER, "internal": SpanKind.INTERNAL}
+_KINDS = {
+    "producer": SpanKind.PRODUCER,
+    "consumer": SpanKind.CONSUMER,
+    "client": SpanKind.CLIENT,
+    "internal": SpanKind.INTERNAL,
+}
 
 
 class _PlannedIds(IdGenerator):

@@ -17,7 +17,7 @@ from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.traces.identity import SpanPlace, is_sampled
 
 logger = logging.getLogger(__name__)
-Attribute = str | int | float | bool | Sequence[int]
+Attribute = str | int | float | bool | Sequence[int] | Sequence[str]
 MOST_WAITING = 4096
 """Largest number of spans that wait to be sent; further spans are lost."""
 MOST_SENT = 512
@@ -34,7 +34,7 @@ class TraceSpan:
     name: str
     place: SpanPlace
     parent: SpanPlace | None = None
-    kind: Literal["producer", "consumer", "internal"] = "internal"
+    kind: Literal["producer", "consumer", "client", "internal"] = "internal"
     begin_ns: int
     end_ns: int
     attributes: Mapping[str, Attribute] = field(default_factory=dict)

@@ -1,23 +1,34 @@
-"""Spans for the stages of a rollout (sent, grouped, in a batch, in a step) and of a policy version (sent, loaded).
+"""Spans for the stages of a rollout (calls, sent, grouped, batch, step) and of a policy version (sent, loaded).
 
-Attributes follow OpenTelemetry's semantic conventions for messaging and Kafka; our own begin with `rollstream.`. Every
-function is called once the operation is committed, and costs nothing if traces are off.
+Attributes follow OpenTelemetry's semantic conventions for messaging, Kafka and generative AI; our own begin with
+`rollstream.`. Every function is called once the operation is committed, and costs nothing if traces are off.
 """
 
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from rollstream.topics.records import BatchGroup, BatchIndexEntry, LearnerStep, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.records import (
+    BatchGroup,
+    BatchIndexEntry,
+    LearnerStep,
+    ModelCall,
+    PolicyManifest,
+    Rollout,
+    SessionEvent,
+    TrainingBatch,
+)
 from rollstream.topics.traces.identity import SpanPlace, span_of, trace_of_group, trace_of_step
 from rollstream.topics.traces.spans import SPANS, Attribute, TraceSpan
 from rollstream.topics.wire.catalogue import topic_name
 
 GROUP, SEND_ROLLOUT, PROCESS_ROLLOUTS = "group", "send rollouts", "process rollouts"
 SEND_BATCH, PROCESS_BATCH = "send batches", "process batches"
+CALL = "call"
 STEP, SEND_POLICY, PROCESS_POLICY = "step", "send policies", "process policies"
 MOST_LINKS = 128
 """Largest number of links of a span, which is OpenTelemetry's limit."""
@@ -48,7 +59,7 @@ def _messaging(verb: str, topic: str, partition: int, offset: int = -1) -> dict[
     return attributes | ({"messaging.kafka.offset": offset} if offset >= 0 else {})
 
 
-def _about(run: str, group: Rollout | BatchGroup) -> dict[str, Attribute]:
+def _about(run: str, group: Rollout | BatchGroup | SessionEvent) -> dict[str, Attribute]:
     about: dict[str, Attribute] = {
         "rollstream.run": run,
         "rollstream.environment": group.environment,
@@ -56,6 +67,44 @@ def _about(run: str, group: Rollout | BatchGroup) -> dict[str, Attribute]:
         "rollstream.policy_version": group.policy_version,
     }
     return about | ({"rollstream.group": group.group_id} if group.group_id else {})
+
+
+def call_recorded(run: str, model: str, session: SessionEvent, call: ModelCall) -> None:
+    """Add the span of a model call that is on the log, of a session with this start."""
+    if not SPANS.enabled:
+        return
+    trace = trace_of_group(run, session)
+    if not SPANS.wants(trace):
+        return
+    operation = "chat" if call.route.startswith("chat") else "text_completion"
+    asked: dict[str, Attribute] = {}
+    for name in ("temperature", "top_p"):
+        with suppress(KeyError, ValueError):  # an agent may send what is no number
+            asked[f"gen_ai.request.{name}"] = float(call.sampling[name])
+    span = TraceSpan(
+        name=f"{operation} {model}",
+        place=span_of(trace, CALL, call.uid),
+        parent=span_of(trace, GROUP),
+        kind="client",
+        begin_ns=int(call.began * 1e9),
+        end_ns=int(call.answered * 1e9),
+        attributes={
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "rollstream",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.response.id": call.uid,
+            "gen_ai.conversation.id": call.session,
+            "gen_ai.request.choice.count": len(call.answers),
+            "gen_ai.response.finish_reasons": [answer.finish_reason for answer in call.answers],
+            "gen_ai.usage.input_tokens": call.shared + len(call.prompt),
+            "gen_ai.usage.output_tokens": sum(len(answer.tokens) for answer in call.answers),
+            **asked,
+            **_about(run, session),
+            "rollstream.replica": call.replica_id,
+        },
+    )
+    SPANS.add(span)
 
 
 def rollout_sent(topic: str, rollout: Rollout, begin_ns: int, partition: int, offset: int) -> None:

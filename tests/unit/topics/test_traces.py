@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from rollstream.topics.config import TracesConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metrics.values import VALUES
-from rollstream.topics.records import BatchGroup
+from rollstream.topics.records import BatchGroup, CallAnswer, ModelCall, SessionEvent
 from rollstream.topics.traces.identity import SpanPlace, is_sampled, span_of, trace_of_group, trace_of_step
 from rollstream.topics.traces.spans import MOST_WAITING, SPANS, TraceSpan, start
+from rollstream.topics.traces.stages import call_recorded
 from tests.support.runs import rollout
 from tests.support.waiting import eventually
 
@@ -35,6 +37,67 @@ def test_a_rollout_and_its_group_in_a_batch_name_one_trace_and_others_another() 
     ]
     assert len({trace, *others}) == 5
     assert span_of(trace, "group") == span_of(trace, "group") != span_of(trace, "group", "x")
+
+
+class KeepingExporter:
+    """A collector in memory."""
+
+    def __init__(self) -> None:
+        self.spans: list[TraceSpan] = []
+
+    def export(self, spans: Sequence[TraceSpan]) -> bool:
+        self.spans += spans
+        return True
+
+    def give_up(self) -> None:
+        pass
+
+
+def test_a_model_call_is_a_span_of_its_group_with_the_attributes_of_generative_ai() -> None:
+    began = SessionEvent(
+        session="g.0", kind="start", environment="env", example_id="x", policy_version=3, group_id="g", group_size=4
+    )
+    tokens = np.arange(5, dtype="<i4")
+    answer = CallAnswer(tokens=tokens, logprobs=np.zeros(5, "<f4"), finish_reason="tool_calls")
+    call = ModelCall(
+        session="g.0",
+        uid="chatcmpl-1",
+        request="r",
+        prompt=tokens[:2],
+        prompt_digest="d",
+        shared=7,
+        answers=(answer, answer),
+        sampling={"temperature": "0.5", "top_p": "much"},
+        began=10.0,
+        answered=12.5,
+    )
+    exporter = KeepingExporter()
+    SPANS.start(1.0, exporter)
+    call_recorded("main", "policy", began, call)
+    SPANS.close()
+    [span] = exporter.spans
+    trace = trace_of_group("main", rollout("x", policy_version=3, group_id="g"))
+    assert (span.name, span.kind, span.place.trace, span.parent) == (
+        "chat policy",
+        "client",
+        trace,
+        span_of(trace, "group"),
+    )
+    assert (span.begin_ns, span.end_ns) == (10_000_000_000, 12_500_000_000)
+    assert {name: value for name, value in span.attributes.items() if name.startswith("gen_ai.")} == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "rollstream",
+        "gen_ai.request.model": "policy",
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.model": "policy",
+        "gen_ai.response.id": "chatcmpl-1",
+        "gen_ai.response.finish_reasons": ["tool_calls", "tool_calls"],
+        "gen_ai.conversation.id": "g.0",
+        "gen_ai.usage.input_tokens": 9,
+        "gen_ai.usage.output_tokens": 10,
+    }
+    assert span.attributes["rollstream.group"] == "g"
 
 
 @given(st.integers(1, 2**128 - 1), st.floats(0, 1), st.floats(0, 1))
