@@ -53,7 +53,7 @@ LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
 """Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
-_GROWN_BYTES = 16 * 1024 * 1024
+GROWN_BYTES = 16 * 1024 * 1024
 """Growth of the process's memory at which the memory of records that have been written to files is released."""
 
 
@@ -87,7 +87,7 @@ class ArchiveWriter:
         self._tables: dict[TopicPartitionKey, dict[tuple[str, str], list[pa.Table]]] = {}
         """Rows of these records, by table and date."""
         self._reached: dict[TopicPartitionKey, int] = {}
-        self._freed = FreedMemory(_GROWN_BYTES)
+        self._freed = FreedMemory(GROWN_BYTES)
         self._pool = ThreadPoolExecutor(_THREADS)
         self._writing: tuple[list[Future[ArchivedFile]], dict[TopicPartitionKey, int]] | None = None
 
