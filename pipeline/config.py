@@ -247,7 +247,17 @@ class RunConfig:
             )
         if not self.task and not self.environments:
             raise ConfigurationError("task is empty and no environment is listed; set task, or add [[environments]]")
-        idle = all(0 < entry.workers < self.supervisor.workers for entry in self.mixture)
+        if not any(entry.weight for entry in self.mixture):
+            raise ConfigurationError("the weight of each of environments is 0, so none is played; raise one")
+        for entry in self.mixture:
+            samples = entry.samples or self.evaluation.samples
+            if samples > 1 and not self.evaluation.temperature:
+                raise ConfigurationError(
+                    f"an evaluation samples {samples} answers for each prompt of {entry.name or entry.use} "
+                    "(evaluation.samples, environments.N.samples), but at evaluation.temperature 0 they are all alike; "
+                    "set a temperature, e.g. 1.0"
+                )
+        idle = all(not entry.weight or 0 < entry.workers < self.supervisor.workers for entry in self.mixture)
         if idle:
             raise ConfigurationError(
                 f"every entry of environments has fewer workers than supervisor.workers {self.supervisor.workers}, so "

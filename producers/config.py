@@ -94,7 +94,7 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     weight: float = 1.0
-    """Share of the groups started, relative to the other weights."""
+    """Share of the groups started, relative to the other weights; an environment of weight 0 is only evaluated."""
     quota: float = 1.0
     """Largest share of the flow control's capacity that its unfinished rollouts may use, above 0 and at most 1."""
     workers: int = 0
@@ -113,6 +113,10 @@ class EnvironmentConfig:
     """Whether evaluations use its held-out prompts."""
     max_prompts: int = 0
     """Number of held-out prompts to evaluate, counted from the first; 0 uses evaluation.max_prompts."""
+    samples: int = 0
+    """Answers that an evaluation samples for each prompt; 0 uses evaluation.samples."""
+    suites: tuple[str, ...] = ()
+    """Names of suites of evaluations: the figures of a suite are the means of those of its environments."""
 
     after: tuple[str, ...] = ()
     """Names of environments that unlock this one once each has reached `unlock_at`; if empty, it is never locked."""
@@ -124,12 +128,15 @@ class EnvironmentConfig:
             raise ConfigurationError(
                 'use is missing: name the environment, e.g. use = "dsort3" or use = "my_game.py:Game"'
             )
-        for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts"):
+        for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts", "samples"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if not 0 < self.weight < math.inf:
+        if not 0 <= self.weight < math.inf:
+            raise ConfigurationError(f"weight is {self.weight}; it must be at least 0, and finite")
+        if not self.weight and (not self.evaluate or self.rewards == "labeler"):
             raise ConfigurationError(
-                f"weight is {self.weight}; it must be above 0; to leave the environment out, remove its entry"
+                f"environment {self.name or self.use} has weight 0, so it is only evaluated, but its evaluate or "
+                "rewards rule out evaluations; change that, or remove its entry"
             )
         if not 0 < self.quota <= 1:
             raise ConfigurationError(f"quota is {self.quota}; it must be above 0 and at most 1")
@@ -139,8 +146,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
-    """How the weights of environments follow their success rates. A group's success is the mean of its members' `exact`
-    if they all have it, else of their rewards, each limited to between 0 and 1."""
+    """How the weights of environments follow their success rates: the shares of rollouts that solve their task."""
 
     enabled: bool = False
     """Whether the weight of an environment with success rate r is multiplied by 4 r (1 - r)."""
@@ -212,10 +218,12 @@ class EvaluationConfig:
     a later one before its evaluation begins; 0 evaluates none."""
     max_prompts: int = 0
     """Number of held-out prompts to evaluate, counted from the first; 0 means all."""
+    samples: int = 1
+    """Answers to sample for each prompt, for avg@n and pass@k; more than 1 needs a temperature above 0."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     concurrency: int = 64
-    """Prompts in flight at once."""
+    """Prompts in flight at once, each with all its samples."""
     seed: int = 0
     """Seed for sampling above temperature 0."""
     metrics_interval_s: float = 5.0
@@ -224,7 +232,8 @@ class EvaluationConfig:
     """Evaluators that `rollstream run` starts; they divide the environments among themselves."""
 
     def __post_init__(self) -> None:
-        least_of = {"every_versions": 0, "max_prompts": 0, "temperature": 0, "concurrency": 1, "processes": 1}
+        least_of = {"every_versions": 0, "max_prompts": 0, "samples": 1, "temperature": 0, "concurrency": 1}
+        least_of["processes"] = 1
         for name, least in least_of.items():
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")

@@ -33,9 +33,10 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "success": (
-        "rollouts by environment and policy version: share with a reward above 0, mean reward, length",
+        "rollouts by environment and policy version: share that succeeded, mean reward, length",
         """
-        select run, environment, policy_version, count(*) as rollouts, avg((reward > 0)::int) as success,
+        select run, environment, policy_version, count(*) as rollouts,
+               avg((coalesce(reward_components['exact'], reward) between 1 and 'infinity'::double)::int) as success,
                avg(reward) as reward, avg(sampled) as sampled, avg(truncated::int) as truncated
         from rollouts group by all order by run, environment, policy_version
         """,

@@ -145,6 +145,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Calls per second", [("rate(rollstream_gateway_calls_total{}[5m])", "{{process}}")]),
         Panel("Open sessions", [("rollstream_gateway_open_sessions{}", "{{process}}")]),
         Panel("Held-out reward", [("rollstream_evaluation_reward{}", "{{environment}}")]),
+        Panel("Held-out success", [("rollstream_evaluation_success{}", "{{environment}}")]),
     ),
 }
 """Panels by row."""

@@ -18,10 +18,10 @@ from rollstream.pipeline.index.rollout_rows import (
     finite,
     group_name,
     row_of,
-    success_of,
     values_of,
 )
 from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
+from rollstream.producers.worker.evaluation_figures import prompts_named
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -239,13 +239,18 @@ class Ingest:
     def _evaluated(self, _message: KafkaRecord, rollout: Rollout) -> None:
         # Branches of an episode have the same score. If an evaluation was repeated, the newer answers count.
         self.db.execute(
-            "insert or replace into evaluated values (?, ?, ?, ?, ?)",
+            "insert or replace into evaluated values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 rollout.policy_version,
                 self._name("environment", rollout.environment),
                 rollout.episode_uid or rollout.uid,
                 values_of(rollout).reward or 0.0,
-                success_of(rollout),
+                int(rollout.success),
+                rollout.extra.get("phase", ""),
+                rollout.example_id,
+                rollout.group_size,
+                prompts_named(rollout),
+                rollout.extra.get("suites", "[]"),
             ),
         )
 
@@ -263,5 +268,5 @@ def _subject(record: Metrics) -> str:
 
 
 def _produced(partition: int, rollout: Rollout, environment: int | None, values: RolloutValues) -> tuple[Any, ...]:
-    figures = (values.reward or 0.0, success_of(rollout), values.length, values.sampled, values.truncated)
+    figures = (values.reward or 0.0, int(rollout.success), values.length, values.sampled, values.truncated)
     return (partition, values.version, environment, *figures)

@@ -13,8 +13,6 @@ PREVIEW = 200
 """Maximum number of characters of a rollout that lists show."""
 TEXT = 4000
 """Maximum number of characters of a rollout that can be searched: half from its beginning, half from its end."""
-EXACT = "exact"
-"""Reward component that says whether an answer is right, in environments that give partial credit."""
 _EPOCH_MS = 1_577_836_800_000
 """2020-01-01, from which ids count milliseconds."""
 _LAST_MS = 2**41 - 2**32
@@ -79,12 +77,6 @@ def group_name(rollout: Rollout) -> str:
 def finite(value: float | None) -> float | None:
     """Return the number if JSON can express it, else None."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def success_of(rollout: Rollout) -> float:
-    """Return how right an answer is: its component `exact` or, without one, 1 for a reward above 0."""
-    exact = rollout.reward_components.get(EXACT)
-    return float(rollout.reward > 0) if exact is None or not math.isfinite(exact) else float(exact)
 
 
 class Clock:

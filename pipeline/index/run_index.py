@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
-from rollstream.pipeline.index import facets, group_query, history, rollout_query, schema, series, sqlite_files
+from rollstream.pipeline.index import (
+    evaluations,
+    facets,
+    group_query,
+    history,
+    rollout_query,
+    schema,
+    series,
+    sqlite_files,
+)
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.rollout_query import RolloutFilter
@@ -162,6 +171,10 @@ class RunIndex(Closing):
     ) -> dict[str, Any]:
         """Return series of figures by step: learner, learners, series."""
         return series.series(self._db(), learner, names, points)
+
+    def evaluations(self, learner: str | None = None, versions: int = evaluations.VERSIONS) -> dict[str, Any]:
+        """Return the evaluations of the newest `versions` evaluated versions: rows, versions."""
+        return evaluations.evaluations(self._db(), learner, versions)
 
     # ------------------------------------------------------------------ connections
 

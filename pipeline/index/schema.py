@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollstream.pipeline.index import sqlite_files
 
-VERSION = 7
+VERSION = 8
 """Version of the tables and of their contents; raise it with each change of either."""
 _TEXTS_HELD = 64 * 1024 * 1024
 """Bytes of new entries that the full-text index keeps in memory before it writes them; a smaller value makes many small
@@ -109,12 +109,12 @@ create table component_series (
 ) without rowid;
 create table produced (
     partition integer, version integer, environment integer, rollouts integer not null, reward real not null,
-    successes real not null, length real not null, sampled real not null, truncated integer not null,
+    successes integer not null, length real not null, sampled real not null, truncated integer not null,
     primary key (partition, version, environment)
 ) without rowid;
 create table evaluated (
-    version integer, environment integer, episode text, reward real not null, success real not null,
-    primary key (version, environment, episode)
+    version integer, environment integer, episode text, reward real not null, success integer not null, phase text,
+    example text, samples integer, prompts integer, suites text, primary key (version, environment, episode)
 ) without rowid;
 """
 

@@ -72,7 +72,7 @@ def series_name(metric: str) -> str:
 def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
     """Return figures of the rollouts of each version, with evaluations in separate series."""
     sums: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-    steps = _steps_of_versions(db, learner)
+    steps = steps_of_versions(db, learner)
     for version, environment, count, reward, successes, sampled, truncated in db.execute(
         "select version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
         " truncated from produced"
@@ -125,7 +125,7 @@ def _sum(values: Iterable[float]) -> float:
         return math.nan
 
 
-def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
+def steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
     """Return the step at which each version of a learner was published; version N without a manifest counts as step N.
 
     The manifest of a rollback names the step of the parameters. The rollback was made later, at the newest step.

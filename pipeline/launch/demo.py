@@ -165,7 +165,7 @@ def display_of(config: RunConfig, *, json: bool, began: float) -> Display[RunObs
         recent = observer.last(newest)
         return (
             f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
-            f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
+            f"reward {recent.reward:.3f}   success {recent.success:.3f}"
         )
 
     return Display(
@@ -248,7 +248,7 @@ def train(
     supervisor.wait_ready(spec.name for spec in roles.consumers)
     page.tell(say)
     first = evaluate(config, 0, "first")
-    say(f"version {first.version} answers {first.exact:.1%} of {first.prompts} held-out prompts exactly; workers start")
+    say(f"version {first.version} answers {first.success:.1%} of {first.prompts} held-out prompts right; workers start")
     began = time.monotonic()
     supervisor.start(*roles.of(ENV))
     supervisor.wait_ready(spec.name for spec in roles.of(ENV))
@@ -262,7 +262,7 @@ def train(
     supervisor.stop([LEARN])
     observer.catch_up()
     last = evaluate(config, observer.policy_version, "last")
-    say(f"version {last.version} answers {last.exact:.1%} of {last.prompts} held-out prompts exactly")
+    say(f"version {last.version} answers {last.success:.1%} of {last.prompts} held-out prompts right")
     supervisor.stop_all()
     return TrainingOutcome(first, last, observer, outcome, seconds, injector.faults)
 
@@ -288,8 +288,8 @@ def watch(
             # Killed processes must be back before anything is drained. The mean over twice the window rules out one
             # lucky draw of prompts.
             if not injector.pending:
-                if min(recent.exact, observer.last(2 * window).exact) > target and recent.rollouts == window:
-                    return f"exact match over the last {window:,} rollouts passed {target} at step {observer.steps}"
+                if min(recent.success, observer.last(2 * window).success) > target and recent.rollouts == window:
+                    return f"success over the last {window:,} rollouts passed {target} at step {observer.steps}"
                 if supervisor.finished(LEARN):
                     return f"the learner made its last step, {config.learner.max_steps}"
             display.show(observer)
@@ -316,8 +316,8 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
         outcome=training.outcome,
         reward_first=first.reward,
         reward_last=last.reward,
-        exact_first=first.exact,
-        exact_last=last.exact,
+        success_first=first.success,
+        success_last=last.success,
         heldout_first=training.first,
         heldout_last=training.last,
         rollouts=len(observer.scored),

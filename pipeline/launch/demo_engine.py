@@ -58,7 +58,7 @@ class EngineUse:
         """Return a text that explains whether the demo passes."""
         mixed = sum(count for versions, count in self.rollouts_by_versions.items() if versions > 1)
         lines = (
-            f"PASSED depends on the engine ({self.engine}), and not on exact match: of {self.published:,} policy",
+            f"PASSED depends on the engine ({self.engine}), and not on success: of {self.published:,} policy",
             f"versions published, rollouts carry tokens of {self.versions:,}, and {NEEDED_VERSIONS} are needed;",
             f"{self.unnamed:,} rollouts have tokens of no known version, and 0 are allowed.",
             f"{mixed:,} rollouts carry several versions: weights changed while they were sampled.",

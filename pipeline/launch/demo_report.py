@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollstream.pipeline.tools.replay import ReplayComparison
 
 _WIDTH = 100
-_DECISIVE = "exact match, rollouts produced"
+_DECISIVE = "success, rollouts produced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class HeldOutScore:
     version: int
     prompts: int
     reward: float
-    exact: float
+    success: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class DemoReport:
     """Reason why training ended, as text."""
     reward_first: float
     reward_last: float
-    exact_first: float
-    exact_last: float
+    success_first: float
+    success_last: float
     heldout_first: HeldOutScore
     heldout_last: HeldOutScore
     rollouts: int
@@ -59,9 +59,9 @@ class DemoReport:
     window: int = 1000
     """Number of rollouts in the means at the start and at the end."""
     needed_gain: float = 0.5
-    """Smallest rise of exact match, over the rollouts produced, with which the demo passes."""
+    """Smallest rise of success, over the rollouts produced, with which the demo passes."""
     engine: "EngineUse | None" = None
-    """Use of a third-party engine, which decides instead of exact match; None if rollstream's own server sampled."""
+    """Use of a third-party engine, which decides instead of success; None if rollstream's own server sampled."""
     topic_bytes: Mapping[str, int]
     """Bytes of keys and values that went through each topic."""
     ledger: Mapping[str, Any]
@@ -82,11 +82,11 @@ class DemoReport:
     def failures(self) -> tuple[str, ...]:
         """Promises that did not hold; empty if the demo passed."""
         failures: list[str] = []
-        gain = self.exact_last - self.exact_first
+        gain = self.success_last - self.success_first
         if self.engine is not None:
             failures += self.engine.failures
         elif gain < self.needed_gain:
-            failures.append(f"exact match rose by {gain:.3f}, at least {self.needed_gain} was expected")
+            failures.append(f"success rose by {gain:.3f}, at least {self.needed_gain} was expected")
         if not self.ledger["balanced"]:
             failures.append("the ledger does not balance")
         if self.verify["mismatches"]:
@@ -108,7 +108,6 @@ class DemoReport:
             evaluation = values.pop(f"heldout_{name}")
             for key, value in evaluation.items():
                 values[f"heldout_{key}_{name}"] = value
-            values[f"heldout_exact_{name}"] = evaluation["exact"]
         values["selection"] = self.ledger["selection"]
         return {**values, "passed": self.passed, "failures": list(self.failures)}
 
@@ -128,8 +127,8 @@ class DemoReport:
         first, last = self.heldout_first, self.heldout_last
         rows = [
             ("reward, rollouts produced", self.reward_first, self.reward_last),
-            (_DECISIVE if self.engine else f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
-            (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
+            (_DECISIVE if self.engine else f"{_DECISIVE} (decides)", self.success_first, self.success_last),
+            (f"success, {first.prompts} held-out prompts (greedy)", first.success, last.success),
         ]
         start = f"first {self.window:,}, version {first.version}"
         end = f"last {self.window:,}, version {last.version}"
@@ -157,7 +156,7 @@ class DemoReport:
             return self.engine.as_text()
         prompts = self.heldout_last.prompts
         return (
-            f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
+            f"PASSED depends on {_DECISIVE}: it rose by {self.success_last - self.success_first:.3f}, and "
             f"{self.needed_gain} is needed.\nIt is measured over {self.window:,} sampled answers, trained on or not; "
             f"its standard error is at most {_standard_error(self.window):.3f}.\n"
             f"Over {prompts} held-out answers the standard error is at most {_standard_error(prompts):.3f}; they show "

@@ -49,5 +49,5 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
         version=version,
         prompts=prompts,
         reward=sum(score.reward * score.prompts for score in scores) / max(prompts, 1),
-        exact=sum(score.exact * score.prompts for score in scores) / max(prompts, 1),
+        success=sum(score.success * score.prompts for score in scores) / max(prompts, 1),
     )

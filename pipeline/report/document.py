@@ -54,6 +54,7 @@ def document(facts: RunFacts) -> str:
         _figures(facts),
         _settings(facts),
         *_charts(facts),
+        _evaluations(facts),
         _ledger(facts),
         _drops(facts),
         _versions(facts),
@@ -197,6 +198,43 @@ def figure(title: str, about: str, curves: Sequence[Curve], number: int) -> str:
         f"{chart(title, curves, number)}<table><thead><tr><td></td><th>first</th><th>lowest</th><th>highest</th>"
         f"<th>last</th></tr></thead><tbody>{rows}</tbody></table></figure>"
     )
+
+
+def _evaluations(facts: RunFacts) -> str:
+    """Return the table of evaluations; empty if there is none."""
+    rows = facts.evaluations["rows"]
+    if not rows:
+        return ""
+    ks = sorted({int(name[5:]) for row in rows for name in row["figures"] if name.startswith("pass@")})
+    names = ["reward", "success", *(f"pass@{k}" for k in ks)]
+    heads = "".join(f"<th>{name}</th>" for name in ("version", "step", "environment", "phase", "answers", *names))
+    body = "".join(
+        f'<tr><th scope="row">{row["version"]}</th><td>{"" if row["step"] is None else row["step"]}</td>'
+        f"<td>{'suite ' * (row['environments'] is not None)}{_text(row['name'])}</td><td>{_text(row['phase'])}</td>"
+        f"<td>{row['answers']:,}{_missing(row)}, {row['samples']:,} a prompt</td>"
+        + "".join(f"<td>{_interval(row['figures'].get(name))}</td>" for name in names)
+        + "</tr>"
+        for row in rows
+    )
+    shown, versions = len({row["version"] for row in rows}), facts.evaluations["versions"]
+    note = "Means over the prompts, with 95 % intervals." + (
+        f" The newest {shown} of {versions:,} evaluated versions." if shown < versions else ""
+    )
+    return (
+        f'<section><h2>Evaluations</h2><p>{note}</p><div class="wide"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></section>\n"
+    )
+
+
+def _missing(row: Mapping[str, Any]) -> str:
+    return f" of {row['expected']:,}" if row["answers"] < row["expected"] else ""
+
+
+def _interval(figure: Mapping[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    mean, low, high = (number_text(figure[name]) for name in ("mean", "low", "high"))
+    return f"{mean} <small>({low} to {high})</small>"
 
 
 def _ledger(facts: RunFacts) -> str:

@@ -50,6 +50,8 @@ class RunFacts:
     model: Mapping[str, Any]
     """Shape of the model, according to the newest manifest; empty if its description is no JSON object."""
     parameters: int
+    evaluations: Mapping[str, Any]
+    """As the page lists them."""
     curves: Mapping[str, Curve]
     """Curves by their names on the page of a run."""
     fates: Mapping[str, int]
@@ -88,6 +90,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
             best, worst = (_examples(index, db, order) for order in ("desc", "asc"))
             first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
             spread = _spread(db)
+        evaluations = index.evaluations(figures["learner"])
         drops, versions = index.drops(buckets=1)["totals"], index.weights()["versions"]
     consumer_groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
     book = None if archive else ledger(config.kafka, config.run, *consumer_groups)
@@ -104,6 +107,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         settings=changed_settings(config) or (),
         model=_shape(manifest.model) if manifest else {},
         parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
+        evaluations=evaluations,
         curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},
         fates=facets["fates"],
         drops=drops,

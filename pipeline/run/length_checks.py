@@ -29,6 +29,8 @@ def check_lengths(config: RunConfig, environments: Sequence[LoadedEnvironment]) 
         )
         event(logger, "warm_up_longer_than_run", level=logging.WARNING, what=what)
     for environment in environments:
+        if not environment.entry.weight:
+            continue  # The learner gets none of its rollouts.
         prompt = max(len(encode(prompt.text)) for prompt in environment.prompts("train"))
         needed = prompt + environment.max_tokens
         if needed <= learner.sequence_length:

@@ -28,34 +28,33 @@ from rollstream.topics.wire.catalogue import name_in_run
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.validation import REWARD_LIMIT
 
-EXACT = "exact"
 _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 _NEWEST_METRICS = 5000
 """Number of older records to read from each partition of `metrics`; components write one every few seconds."""
 
 
 class ScoredRollout(NamedTuple):
-    """Reward and exact match of one rollout, ordered by append time, partition and offset."""
+    """Reward and success of one rollout, ordered by append time, partition and offset."""
 
     append_ms: int
     partition: int
     offset: int
     reward: float
-    exact: float
+    success: float
 
 
 @dataclass(frozen=True)
 class MeanScores:
-    """Mean reward and exact match over some rollouts; zeros if there are none."""
+    """Mean reward and success over some rollouts; zeros if there are none."""
 
     rollouts: int
     reward: float
-    exact: float
+    success: float
 
     @classmethod
     def of(cls, scored: Sequence[ScoredRollout]) -> "MeanScores":
         count = max(len(scored), 1)
-        return cls(len(scored), sum(s.reward for s in scored) / count, sum(s.exact for s in scored) / count)
+        return cls(len(scored), sum(s.reward for s in scored) / count, sum(s.success for s in scored) / count)
 
 
 class RunObserver:
@@ -159,10 +158,10 @@ class RunObserver:
         return MeanScores.of(self.scored[-count:])
 
     def snapshot(self, newest: int) -> RunSnapshot:
-        """Return the state of the run now, with the mean reward and exact match of the `newest` rollouts."""
+        """Return the state of the run now, with the mean reward and success of the `newest` rollouts."""
         recent = self.last(newest)
         now_ms = int(time.time() * 1000)
-        snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
+        snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.success, records_skipped=self.skipped.total)
         history = sum(end - low for low, end in self._history.values())
         labeling = self._labeling.state if self._labeling else LabelingState()
         flat = () if self.history_left else self._flat.look(self._statistics.counts, snapshot.policy_version)
@@ -226,11 +225,10 @@ class RunObserver:
             self.skipped.skip(message, str(error))  # Grouping makes it a dead letter.
             return
         if isinstance(record, Rollout):
-            exact = float(record.reward_components.get(EXACT, 0.0))
-            if not (abs(record.reward) <= REWARD_LIMIT and abs(exact) <= REWARD_LIMIT):
-                self.skipped.skip(message, f"reward is {record.reward:g}, exact match {exact:g}")
+            if not abs(record.reward) <= REWARD_LIMIT:
+                self.skipped.skip(message, f"reward is {record.reward:g}")
                 return
-            insort(self.scored, ScoredRollout(*place, record.reward, exact))
+            insort(self.scored, ScoredRollout(*place, record.reward, float(record.success)))
             if self._keep is not None and len(self.scored) > 2 * self._keep:
                 del self.scored[: -self._keep]
-            self._statistics.rollout(place[0], record.highest_version, record.reward, exact)
+            self._statistics.rollout(place[0], record.highest_version, record.reward, float(record.success))

@@ -16,12 +16,12 @@ NAME_HELP = "an entry of environments, or a value of `use`, such as game.py:Game
 
 
 def played_by(config: RunConfig, ordinal: int, numbers: Mapping[str, int]) -> list[EnvironmentConfig]:
-    """Return the entries of the mixture that the worker with this ordinal plays.
+    """Return the entries of the mixture that the worker with this ordinal plays; none that are only evaluated.
 
     `numbers` are the numbers that operators want, in which env:NAME is the number of workers that play an environment.
     """
     wanted = [replace(e, workers=numbers.get(f"{ENV}:{e.name or e.use}", e.workers)) for e in config.mixture]
-    return [e for e in wanted if not e.workers or ordinal < e.workers]
+    return [e for e in wanted if e.weight and (not e.workers or ordinal < e.workers)]
 
 
 def environments_of(
@@ -65,12 +65,18 @@ def _check_lessons(entries: Sequence[tuple[str, EnvironmentConfig]]) -> None:
     """Raise ConfigurationError if an environment can never be unlocked; `entries` are pairs of name and settings."""
     names = [name for name, _entry in entries]
     unknown = {name for name, entry in entries if entry.rewards == "labeler"}
+    unplayed = {name for name, entry in entries if not entry.weight}
     for name, entry in entries:
         for before in entry.after:
             if before in unknown:
                 raise ConfigurationError(
                     f"environment {name} comes after {before}, whose rewards come from a labeler, so "
                     "workers do not know its success; name another in `after`"
+                )
+            if before in unplayed:
+                raise ConfigurationError(
+                    f"environment {name} comes after {before}, whose weight 0 means that it is never played; name "
+                    "another in `after`"
                 )
             if before not in names:
                 near = difflib.get_close_matches(before, names, 1)

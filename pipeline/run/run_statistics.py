@@ -63,11 +63,11 @@ class RunSnapshot(RecordCounts):
     steps_per_s: float = 0.0
     policies_per_s: float = 0.0
     reward: float = 0.0
-    """Mean reward of the newest rollouts; `exact` is their mean exact-match score."""
-    exact: float = 0.0
+    """Mean reward of the newest rollouts; `success` is the share of them that succeeded."""
+    success: float = 0.0
     rewards: tuple[float, ...] = ()
-    """Mean rewards over equal numbers of seconds with rollouts, oldest first; `exacts` has mean exact-match scores."""
-    exacts: tuple[float, ...] = ()
+    """Mean rewards over equal numbers of seconds with rollouts, oldest first; `successes` has shares of successes."""
+    successes: tuple[float, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Rollouts trained on, by policy lag, which is how many versions the oldest rollout of their batch was behind."""
     records_skipped: int = 0
@@ -132,16 +132,16 @@ class Rate:
 
 
 class OutcomeCurve:
-    """Sums of rollouts, rewards and exact matches over time, in a bounded number of spans of equal length."""
+    """Sums of rollouts, rewards and successes over time, in a bounded number of spans of equal length."""
 
     def __init__(self) -> None:
         self._span_s = 1
         self._spans: dict[int, list[float]] = {}
 
-    def add(self, at_ms: int, reward: float, exact: float) -> None:
+    def add(self, at_ms: int, reward: float, success: float) -> None:
         """Add a rollout."""
         sums = self._spans.setdefault(at_ms // 1000 // self._span_s, [0.0, 0.0, 0.0])
-        for i, value in enumerate((1.0, reward, exact)):
+        for i, value in enumerate((1.0, reward, success)):
             sums[i] += value
         if len(self._spans) > _MOST_SPANS:
             self._widen()
@@ -159,7 +159,7 @@ class OutcomeCurve:
         return int(sum(sums[0] for sums in self._spans.values()))
 
     def means(self, points: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return mean rewards and exact matches at no more than `points` points, in order of time."""
+        """Return mean rewards and shares of successes at no more than `points` points, in order of time."""
         spans = [sums for _number, sums in sorted(self._spans.items())]
         size = -(-len(spans) // points) or 1
         bins = [[sum(column) for column in zip(*spans[i : i + size], strict=True)] for i in range(0, len(spans), size)]
@@ -205,12 +205,12 @@ class RunStatistics:
         if offset >= self._positions.get(partition, 0):
             self._ahead.setdefault(partition, deque()).append(offset)
 
-    def rollout(self, at_ms: int, version: int, reward: float, exact: float) -> None:
+    def rollout(self, at_ms: int, version: int, reward: float, success: float) -> None:
         """Count a record that is a rollout; `version` is the newest version that sampled one of its tokens."""
         self._rates["rollouts"].add(at_ms)
         self._note("rollouts", at_ms)
         self._sampled = max(self._sampled, version)
-        self._curve.add(at_ms, reward, exact)
+        self._curve.add(at_ms, reward, success)
 
     @property
     def batches(self) -> int:
@@ -357,9 +357,9 @@ class RunStatistics:
             self._last_ms = max(self._last_ms, at_ms)
 
     def snapshot(
-        self, now_ms: int, reward: float = 0.0, exact: float = 0.0, *, records_skipped: int = 0
+        self, now_ms: int, reward: float = 0.0, success: float = 0.0, *, records_skipped: int = 0
     ) -> RunSnapshot:
-        """Return the state of the run now; `reward` and `exact` are the means of the newest rollouts."""
+        """Return the state of the run now; `reward` and `success` are the means of the newest rollouts."""
         quiet_s = max(0, now_ms - self._last_ms) / 1000 if self._last_ms else 0.0
         # For a run that is idle or has ended, its last rates are more useful than zeros.
         until_ms = now_ms if quiet_s <= WINDOW_S else self._last_ms + 1000
@@ -369,7 +369,7 @@ class RunStatistics:
         unread, in_flight = (sum(map(len, offsets.values())) for offsets in (self._ahead, self._unfinished))
         created = 0.0 if self._manifest is None else self._manifest.created
         published_ms = int(created * 1000) if 0 < created < _NO_TIME_S else 0
-        rewards, exacts = self._curve.means(POINTS)
+        rewards, successes = self._curve.means(POINTS)
         snapshot = RunSnapshot(
             run=self._run,
             seconds=(self._last_ms - self._first_ms) / 1000,
@@ -392,9 +392,9 @@ class RunStatistics:
             steps_per_s=self._rates["steps"].per_s(until_ms),
             policies_per_s=self._rates["policies"].per_s(until_ms),
             reward=reward,
-            exact=exact,
+            success=success,
             rewards=rewards,
-            exacts=exacts,
+            successes=successes,
             staleness=dict(sorted(self._staleness.items())),
             records_skipped=records_skipped,
             configuration=newest_summary(self._configurations.items()),

@@ -43,7 +43,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
     tokenizer = tokenizer or tokenizer_of(config.learner)
     if config.learner.warm_start.file:
         return examples_from(Path(config.learner.warm_start.file), tokenizer, model_of(config.learner).vocab_size)
-    environments = environments_of(config)
+    environments = [each for each in environments_of(config) if each.entry.weight]
     each = -(-TASK_EXAMPLES // max(len(environments), 1))
     examples = [
         encode_example(tokenizer, prompt, answer)
@@ -70,7 +70,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
 
 def demonstrated(environments: Sequence[LoadedEnvironment]) -> float | None:
     """Return the share of the environments' examples that show a right answer; None if an environment does not say."""
-    shares = [environment.demonstrated for environment in environments]
+    shares = [environment.demonstrated for environment in environments if environment.entry.weight]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if len(known) == len(shares) else None
 

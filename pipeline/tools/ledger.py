@@ -245,11 +245,13 @@ def evaluations_text(evaluations: Sequence[Mapping[str, Any]]) -> str:
     for evaluation in evaluations:
         low, high = evaluation["lowest_version"], evaluation["highest_version"]
         answered = "" if low == high == evaluation["version"] else f"{low}" if low == high else f"{low}-{high}"
-        missing = f" of {evaluation['prompts']:,}" if evaluation["episodes"] < evaluation["prompts"] else ""
-        means = (evaluation["reward"], "" if evaluation["exact"] is None else f"{evaluation['exact']:.3f}")
+        answers = evaluation["prompts"] * evaluation["samples"]
+        missing = f" of {answers:,}" if evaluation["episodes"] < answers else ""
+        passed = evaluation.get(f"pass@{evaluation['samples']}")
+        means = (evaluation["reward"], evaluation["success"], "" if passed is None else f"{passed:.3f}")
         name = f"{clipped(evaluation['environment'], _NAME_WIDTH)}/{evaluation['split']} {evaluation['phase']}"
         rows.append((name, evaluation["version"], answered, f"{evaluation['rollouts']:,}{missing}", *means))
-    return table(("evaluation", "version", "answered by", "rollouts", "reward", "exact"), rows)
+    return table(("evaluation", "version", "answered by", "rollouts", "reward", "success", "pass@n"), rows)
 
 
 def _words(fate: str) -> str:

@@ -128,7 +128,7 @@ def line(s: RunSnapshot) -> str:
     return (
         (f"{_history(s)}  " if s.history_left else "")
         + f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
-        f"reward {s.reward:.3f}  exact {s.exact:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
+        f"reward {s.reward:.3f}  success {s.success:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
         f"in flight {s.in_flight:,}  unread {s.unread:,}  dropped {sum(s.dropped.values()):,}"
         + (f"  {s.waiting_for_labels:,} wait for labels" if s.waiting_for_labels else "")
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
@@ -270,8 +270,8 @@ def _rewards(s: RunSnapshot, width: int) -> list[str]:
     return [
         f"reward  {s.reward:.3f}",
         sparkline(s.rewards, width),
-        f"exact match  {s.exact:.3f}",
-        sparkline(s.exacts, width),
+        f"success  {s.success:.3f}",
+        sparkline(s.successes, width),
     ]
 
 

@@ -35,7 +35,8 @@ class Score:
     reward: float
     """Reward used for training."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward and further measures by name; `exact` (1.0 or 0.0) if the environment can tell success."""
+    """Parts of the reward and further measures by name; `exact`, 1.0 or 0.0, says whether the task was solved. Without
+    it, a reward of at least 1 counts as success."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollstream.producers.config import CurriculumConfig
-from rollstream.topics.records import EnvironmentState, MixtureState, Rollout
+from rollstream.topics.records import EnvironmentState, MixtureState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,6 @@ class Lesson:
     """Environments that unlock it."""
     unlock_at: float = 0.5
     """Success rate that each environment of `after` must reach."""
-
-
-def success_of(group: Sequence[Rollout]) -> float:
-    """Return the success of a group, from 0 to 1: the mean of `exact` if every member has it, else of the reward,
-    each limited to that range."""
-    values = [rollout.reward_components.get("exact", rollout.reward) for rollout in group]
-    if any("exact" not in rollout.reward_components for rollout in group):
-        values = [rollout.reward for rollout in group]
-    return sum(min(max(value, 0.0), 1.0) for value in values) / len(values)
 
 
 def difficulty_weight(success_rate: float, floor: float) -> float:
@@ -85,7 +76,7 @@ class Curriculum:
         return {name: self._weight(lesson) for name, lesson in self._lessons.items()}
 
     def note_group(self, environment: str, success: float) -> None:
-        """Count a group's success, from 0 to 1."""
+        """Count a group; `success` is the share of its rollouts that succeeded."""
         state = self._own[environment]
         kept = 1.0 - 1.0 / self._config.window_groups
         self._own[environment] = replace(

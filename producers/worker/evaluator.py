@@ -20,6 +20,7 @@ from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.evaluation import Evaluation, evaluate, evaluation_gateway
+from rollstream.producers.worker.evaluation_figures import prompts_named
 from rollstream.producers.worker.graceful_stop import finish_or_stop
 from rollstream.producers.worker.group_player import EpisodeFailed
 from rollstream.topics.config import KafkaConfig
@@ -68,16 +69,15 @@ def evaluated_versions(rollouts: Iterable[Rollout], environments: Iterable[str])
     Reads the rollouts once and keeps none of them, because a run may have more than fit into memory.
     """
     answers: dict[str, dict[int, set[str]]] = {name: defaultdict(set) for name in environments}
-    prompts: dict[tuple[str, int], int] = {}
+    needed: dict[tuple[str, int], int] = {}
     for rollout in rollouts:
-        count = rollout.extra.get("prompts", "")
         # Other programs may write anything to `evals`.
-        valid = count.isdecimal() and len(count) < 10
-        if valid and rollout.environment in answers and rollout.extra.get("phase") == PHASE:
+        prompts = prompts_named(rollout)
+        if prompts is not None and rollout.environment in answers and rollout.extra.get("phase") == PHASE:
             answers[rollout.environment][rollout.policy_version].add(rollout.episode_uid or rollout.uid)
-            prompts[rollout.environment, rollout.policy_version] = int(count)
+            needed[rollout.environment, rollout.policy_version] = prompts * rollout.group_size
     return {
-        name: {version for version, episodes in versions.items() if len(episodes) >= prompts[name, version]}
+        name: {version for version, episodes in versions.items() if len(episodes) >= needed[name, version]}
         for name, versions in answers.items()
     }
 
@@ -110,8 +110,8 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/lowest_version": float(evaluation.lowest_version),
         "eval/highest_version": float(evaluation.highest_version),
         "eval/prompts": float(evaluation.prompts),
-        "eval/reward": evaluation.reward,
         **{f"eval/{name}": value for name, value in evaluation.components.items()},
+        **{f"eval/{name}": value for name, value in evaluation.figures.items()},
     }
 
 
@@ -204,6 +204,7 @@ async def run_evaluator(
                         version=version,
                         phase=PHASE,
                         gateway=gateway,
+                        samples=environment.entry.samples or config.samples,
                         max_prompts=environment.entry.max_prompts or config.max_prompts,
                         concurrency=config.concurrency,
                         temperature=config.temperature,

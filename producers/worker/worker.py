@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import Episode, Prompt
 from rollstream.producers.flow.component_means import ComponentMeans
-from rollstream.producers.flow.curriculum import success_of
 from rollstream.producers.flow.flow_control import FlowControl, RunProgress
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.gateway.service import WrittenRollouts
@@ -373,7 +372,7 @@ class Worker:
         if sent:
             # The success of a group that waits for labels is not known here.
             if not environment.awaits_label:
-                self._mixture.curriculum.note_group(name, success_of(sent))
+                self._mixture.curriculum.note_group(name, sum(each.success for each in sent) / len(sent))
             del self._failed_groups[name]
             return
         self._failed_groups[name] += 1

@@ -32,10 +32,10 @@ CANARY = "a-secret-that-sings"
 REPORT_KEYS = {
     "reward_first",
     "reward_last",
-    "exact_first",
-    "exact_last",
-    "heldout_exact_first",
-    "heldout_exact_last",
+    "success_first",
+    "success_last",
+    "heldout_success_first",
+    "heldout_success_last",
     "steps",
     "rollouts",
     "batches",
@@ -104,7 +104,7 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
     assert report.keys() >= REPORT_KEYS
     assert report["ledger"].keys() >= LEDGER_KEYS
     assert len(report["failures"]) == 1
-    assert "exact match rose by" in report["failures"][0]
+    assert "success rose by" in report["failures"][0]
     assert report["steps"] == 24
     book = report["ledger"]
     assert book["balanced"]

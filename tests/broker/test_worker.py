@@ -420,7 +420,7 @@ def test_a_greedy_evaluation_of_the_held_out_split_goes_to_evals(kafka: KafkaCon
         result = asyncio.run(run(server.base_url, 3))
         with pytest.raises(InferenceRefused, match="version 3 answered an evaluation of version 2"):
             asyncio.run(run(server.base_url, 2))
-    assert (result.version, result.prompts, result.reward, result.exact) == (3, 30, 1.0, 1.0)
+    assert (result.version, result.prompts, result.reward, result.success) == (3, 30, 1.0, 1.0)
     rollouts = records(kafka, run_name, "evals")
     assert {rollout.example_id for rollout in rollouts} == {p.example_id for p in TASK.prompts("heldout")[:30]}
     assert {(r.extra["split"], r.extra["phase"], r.policy_version, r.group_size) for r in rollouts} == {

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, expect
 from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.ui_config import UiConfig
 from tests.browser.chromium import PATIENCE_MS, visit
-from tests.support.archived_run import archive_run, step_of
+from tests.support.archived_run import archive_run, evaluated, step_of
 from tests.support.page import page_server
 
 RUNS = ("first", "second")
@@ -114,7 +114,8 @@ def test_runs_are_compared_by_their_settings_and_curve_by_curve(
         expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
         seen.page.get_by_role("button", name="All curves of each chart").click()
         expect(labels).to_have_count(2 * 14)
-        archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second")
+        evals = evaluated(2, "add", [2, 0], samples=2, prompts=3)
+        archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second", evals=evals)
         loss = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
         values = loss.locator(".legend-value")
         expect(values).to_have_text(["0.25", "0.125"], timeout=PATIENCE_MS)
@@ -123,6 +124,10 @@ def test_runs_are_compared_by_their_settings_and_curve_by_curve(
         expect(settings).to_have_text(["learner.optimizer.learning_rate0.0040.0080.008"], timeout=PATIENCE_MS)
         seen.page.get_by_role("button", name="Remove second").click()
         expect(values).to_have_text(["0.25", "0.25"], timeout=PATIENCE_MS)
+        seen.open("#/second/run")
+        evaluations = seen.page.get_by_role("region", name="Table: Evaluations, newest first").locator("tbody tr")
+        figures = "periodic4 of 6, 2 a prompt0.5 (0 to 1)50 % (0 % to 100 %)50 % (0 % to 100 %)"
+        expect(evaluations).to_have_text([f"v22add {figures}", f"v22suite both {figures}"], timeout=PATIENCE_MS)
         assert seen.errors == []
         seen.page.context.close()
 

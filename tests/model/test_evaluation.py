@@ -169,7 +169,7 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
         (2, 2, 3),
         (8, 8, 8),
     ]
-    assert {(r.values["eval/reward"], r.values["eval/exact"], r.values["eval/prompts"]) for r in metrics} == {
+    assert {(r.values["eval/reward"], r.values["eval/success"], r.values["eval/prompts"]) for r in metrics} == {
         (1, 1, 20)
     }
 
@@ -211,14 +211,14 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
     assert {r.sampling.temperature for r in rollouts} == {0.0}, "the evaluation's, not the agent's"
     names = {r.uid: (r.example_id, r.branch, r.branches) for r in rollouts if r.policy_version == 0}
     assert names == {
-        "eval.periodic.0.1 + 1?": ("1 + 1?", 0, 1),
-        "eval.periodic.0.2/3.0": ("2/3", 0, 2),
-        "eval.periodic.0.2/3.1": ("2/3", 1, 2),
+        "eval.periodic.0.1 + 1?.0": ("1 + 1?", 0, 1),
+        "eval.periodic.0.2/3.0.0": ("2/3", 0, 2),
+        "eval.periodic.0.2/3.0.1": ("2/3", 1, 2),
     }
     assert {tuple(r.extra.items()) for r in rollouts} == {
         (("split", "heldout"), ("phase", "periodic"), ("prompts", "2"))
     }
-    [single] = [r for r in rollouts if r.uid == "eval.periodic.0.1 + 1?"]
+    [single] = [r for r in rollouts if r.uid == "eval.periodic.0.1 + 1?.0"]
     assert [turn.text for turn in single.turns if turn.role == "assistant"] == ["hm", "yes"]
     assert generator.tokenizer.decode(single.tokens[single.loss_mask].tolist()) == "hmyes"
     assert run.read("calls") == []
@@ -228,7 +228,7 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
     assert [each["version"] for each in book.evaluations] == [0, 2, 4]
     # The episode of two branches counts once.
     assert (first["rollouts"], first["episodes"], first["prompts"]) == (3, 2, 2)
-    assert (first["reward"], first["exact"]) == (0.75, 1.0)
+    assert (first["reward"], first["success"]) == (0.75, 1.0)
     metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
     assert [(r.values["eval/version"], r.values["eval/reward"], r.values["eval/prompts"]) for r in metrics] == [
         (0, 0.75, 2),

@@ -50,6 +50,24 @@ def rollout_of(number: int, text: str = "") -> Rollout:
     )
 
 
+def evaluated(version: int, environment: str, successes: Sequence[int], *, samples: int, prompts: int) -> list[Rollout]:
+    """Answers of an evaluation: `samples` to each prompt, of which so many are right; both environments are a suite."""
+    extra = {"split": "heldout", "phase": "periodic", "prompts": str(prompts), "suites": '["both"]'}
+    return [
+        rollout(
+            f"{environment}{version}{prompt}",
+            member,
+            group_size=samples,
+            environment=environment,
+            policy_version=version,
+            reward=float(member < right),
+            extra=extra,
+        )
+        for prompt, right in enumerate(successes)
+        for member in range(samples)
+    ]
+
+
 def step_of(number: int, learner: str = LEARNER, loss: float | None = None) -> LearnerStep:
     """Step `number`, from 0, which trained on the batch of that number and published the next version."""
     return LearnerStep(
@@ -74,6 +92,7 @@ def archive_run(
     *,
     run: str = "main",
     policies: Sequence[PolicyManifest] = (),
+    evals: Sequence[Rollout] = (),
 ) -> None:
     """Archive what the run has appended since the last call, up to so many steps of its learner."""
     batches = []
@@ -94,6 +113,8 @@ def archive_run(
     }
     if policies:
         topics["policies"] = [(manifest.version * STEP_MS, manifest) for manifest in policies]
+    if evals:
+        topics["evals"] = [(each.policy_version * STEP_MS, each) for each in evals]
     topics["steps"] += [(steps * STEP_MS, step) for step in extra_steps]
     writer = ArchiveWriter(open_store(str(root)), run)
     for topic, records in topics.items():

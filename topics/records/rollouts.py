@@ -87,6 +87,11 @@ class Rollout:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def success(self) -> bool:
+        """Whether the task was solved: the reward component `exact`, or the reward if there is none, is at least 1."""
+        return self.reward_components.get("exact", self.reward) >= 1.0
+
+    @property
     def prompt_length(self) -> int:
         """Number of tokens before the first one that the policy sampled."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.tokens)

@@ -1,17 +1,16 @@
 """Evaluations of a run, by requested version. They are not part of the ledger of `rollouts`."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
+from rollstream.producers.worker.evaluation_figures import Answer, means, prompts_named
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
-from rollstream.topics.wire.validation import REWARD_LIMIT, problems
+from rollstream.topics.wire.validation import problems
 
-_MOST_DIGITS = 9
 Kind = tuple[str, str, str, int]
 """Environment, split, phase and requested version of an evaluation."""
 
@@ -19,27 +18,30 @@ Kind = tuple[str, str, str, int]
 class Scored(NamedTuple):
     """The values of one rollout that an evaluation needs."""
 
+    example: str
     branch: int
     episode: str
     lowest_version: int
     highest_version: int
     prompts: int | None
     """Number of prompts of the whole evaluation; None if the rollout does not name it."""
+    samples: int
     reward: float
-    exact: float | None
+    success: bool
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Scored":
         """Return the values of a rollout."""
-        prompts = rollout.extra.get("prompts")
         return cls(
+            rollout.example_id,
             rollout.branch,
             rollout.episode_uid or rollout.uid,
             rollout.lowest_version,
             rollout.highest_version,
-            None if prompts is None else int(prompts),
+            prompts_named(rollout),
+            rollout.group_size,
             rollout.reward,
-            rollout.reward_components.get("exact"),
+            rollout.success,
         )
 
 
@@ -89,12 +91,8 @@ class Evaluations:
 def check(rollout: Rollout) -> None:
     """Raise RecordError for a rollout that is invalid for an evaluation."""
     errors = problems(rollout)
-    prompts = rollout.extra.get("prompts", "0")
-    if not (prompts.isascii() and prompts.isdecimal() and len(prompts) <= _MOST_DIGITS):
-        errors.append(f"prompts is {prompts[:40]!r}, which is not a number of prompts")
-    exact = rollout.reward_components.get("exact", 0.0)
-    if not abs(exact) <= REWARD_LIMIT:
-        errors.append(f"its reward component 'exact' is out of range: {exact:g}")
+    if "prompts" in rollout.extra and prompts_named(rollout) is None:
+        errors.append(f"prompts is {rollout.extra['prompts'][:40]!r}, which is not a number of prompts")
     if errors:
         raise RecordError(f"rollout {rollout.uid[:100]} of evals: {'; '.join(errors[:3])}")
 
@@ -108,7 +106,6 @@ def summary(environment: str, split: str, phase: str, version: int, rollouts: Se
     """Summarize one evaluation from the values of its rollouts."""
     # Branches of an episode have the same score.
     scored = [r for r in rollouts if r.branch == 0] or rollouts
-    exact = [r.exact for r in scored if r.exact is not None]
     return {
         "environment": environment,
         "split": split,
@@ -119,6 +116,6 @@ def summary(environment: str, split: str, phase: str, version: int, rollouts: Se
         "rollouts": len(rollouts),
         "episodes": len({r.episode for r in rollouts}),
         "prompts": max(len(rollouts) if r.prompts is None else r.prompts for r in rollouts),
-        "reward": math.fsum(r.reward for r in scored) / len(scored),
-        "exact": math.fsum(exact) / len(exact) if exact else None,
+        "samples": max(r.samples for r in rollouts),
+        **means(Answer(r.example, r.reward, r.success) for r in scored),
     }

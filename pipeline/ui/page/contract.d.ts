@@ -53,9 +53,9 @@ export interface Top {
   steps_per_s: number;
   policies_per_s: number;
   reward: number;
-  exact: number;
+  success: number;
   rewards: number[];
-  exacts: number[];
+  successes: number[];
   staleness: Record<string, number>;
   records_skipped: number;
   history: number;
@@ -101,6 +101,24 @@ export interface SeriesAnswer {
   learner: string | null;
   learners: string[];
   series: Series[];
+}
+
+export interface Evaluated {
+  version: number;
+  step: number | null;
+  phase: string;
+  name: string;
+  /** Those of a suite. */
+  environments: string[] | null;
+  samples: number;
+  answers: number;
+  expected: number;
+  figures: Record<string, { mean: number; low: number; high: number }>;
+}
+
+export interface Evaluations {
+  rows: Evaluated[];
+  versions: number;
 }
 
 export type Fate =

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rollstream.pipeline.index.evaluations import VERSIONS
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.run_index import RolloutFilter
 from rollstream.pipeline.run_settings import changed_settings
@@ -20,6 +21,7 @@ _POINTS, _MOST_POINTS = 600, 10_000
 _MOST_SKIPPED = 10**12
 _BINS, _MOST_BINS = 20, 200
 _BUCKETS, _MOST_BUCKETS = 120, 2000
+_MOST_VERSIONS = 200
 ORDERS = ("newest", "oldest", "reward", "length", "advantage")
 
 
@@ -39,6 +41,7 @@ class Api:
             web.get(f"{run}/overview", self._overview),
             web.get(f"{run}/settings", self._settings),
             web.get(f"{run}/series", self._series),
+            web.get(f"{run}/evaluations", self._evaluations),
             web.get(f"{run}/rollouts", self._rollouts),
             web.get(f"{run}/facets", self._facets),
             web.get(f"{run}/rollouts/{{partition}}/{{offset}}", self._details),
@@ -96,6 +99,11 @@ class Api:
         learner, names = given.text(query, "learner"), [n for n in query.get("names", "").split(",") if n]
         points = given.within(query, "points", _POINTS, _MOST_POINTS)
         return answer(await self._run(request).ask(lambda index: index.series(learner, names, points)))
+
+    async def _evaluations(self, request: web.Request) -> web.Response:
+        learner = given.text(request.query, "learner")
+        versions = given.within(request.query, "versions", VERSIONS, _MOST_VERSIONS)
+        return answer(await self._run(request).ask(lambda index: index.evaluations(learner, versions)))
 
     async def _rollouts(self, request: web.Request) -> web.Response:
         query = request.query

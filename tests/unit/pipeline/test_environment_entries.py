@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.roles.env import worker_name
 from rollstream.pipeline.run.run_environments import environments_of
+from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.topics.errors import ConfigurationError
 
@@ -136,7 +137,7 @@ def test_variables_add_more_than_ten_entries() -> None:
         ("environments.hardsums.weight=2", "environments has no entry 'hardsums'.*did you mean hard-sums?"),
         ("environments.5.use=add", "there are: dsort3, hard-sums.*the next new entry is environments.2"),
         ("environments.2.weight=2", "use is missing"),
-        ("environments.0.weight=0", "weight is 0.0; it must be above 0"),
+        ("environments.0.weight=-1", "weight is -1.0; it must be at least 0"),
         ("environments.0.quota=2", "quota is 2.0; it must be above 0 and at most 1"),
         ("environments.0.weight=much", "environments.0.weight expects a number"),
         ("environments=3", r"environments is a list of tables.*\[\[environments\]\]"),
@@ -167,6 +168,30 @@ def test_lessons_that_nothing_unlocks_are_refused(flags: list[str], message: str
     config = load(flags=["environments.0.use=add", "environments.1.use=dsort3", *flags])
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         environments_of(config)
+
+
+def test_environments_of_weight_0_are_evaluated_and_no_worker_plays_them() -> None:
+    flags = ["environments.0.use=add", "environments.1.use=dsort3", "environments.1.weight=0"]
+    config = load(flags=flags)
+    assert [each.name for each in environments_of(config) if each.evaluated] == ["add", "dsort3"]
+    assert [each.name for each in environments_of(config, 0)] == ["add"]
+    taught, alone = ([t.tolist() for t, _mask in warm_start_examples(c)] for c in (config, load(flags=flags[:1])))
+    assert taught == alone
+    for wrong, message in {
+        "environments.0.weight=0": "the weight of each of environments is 0",
+        "environments.0.after=['dsort3']": "add comes after dsort3, whose weight 0 means that it is never played",
+        "environments.1.evaluate=false": "environment dsort3 has weight 0, so it is only evaluated, but",
+    }.items():
+        with pytest.raises(ConfigurationError, match=re.escape(message)):
+            environments_of(load(flags=[*flags, wrong]))
+
+
+def test_greedy_evaluations_have_one_sample() -> None:
+    for flag in ("evaluation.samples=4", "environments.0.samples=4"):
+        flags = ["environments.0.use=add", flag]
+        with pytest.raises(ConfigurationError, match=r"samples 4 answers for each prompt of add .* set a temperature"):
+            load(flags=flags)
+        load(flags=[*flags, "evaluation.temperature=1"])
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ function Numbers({ names, overviews }) {
   const dropped = tops.map((top) => Object.values(top.dropped).reduce((sum, n) => sum + n, 0));
   const rows = [
     ["Mean reward, newest rollouts", ...tops.map((top) => number(top.rollouts ? top.reward : null, 3))],
-    ["Exact, newest rollouts", ...tops.map((top) => percent(top.rollouts ? top.exact : null))],
+    ["Success, newest rollouts", ...tops.map((top) => percent(top.rollouts ? top.success : null))],
     ["Step", ...tops.map((top) => count(top.step))],
     ["Policy version", ...tops.map((top) => versionText(top.policy_version))],
     ["Rollouts", ...tops.map((top) => count(top.rollouts))],

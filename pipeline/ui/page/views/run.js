@@ -7,6 +7,7 @@ import { count, duration, number, percent, rate, versionText } from "../lib/form
 import { link, replaceQuery } from "../lib/route.js";
 import { Bar, BAR, Empty, Figure, Loading, Panel, shown, Table } from "../parts/basics.js";
 import { Curves } from "../parts/curves.js";
+import { EvaluationsPanel } from "../parts/evaluations.js";
 import { Flow } from "../parts/flow.js";
 import { SettingsPanel } from "../parts/settings.js";
 
@@ -26,6 +27,7 @@ export function RunView({ run, live, query }) {
     <//>
     <${KeyNumbers} top=${top} run=${run} />
     <${CurvesPanel} run=${run} tick=${live.tick} query=${query} />
+    <${EvaluationsPanel} run=${run} tick=${live.tick} learner=${query.learner ?? ""} />
     <div class="columns">
       <${Staleness} top=${top} />
       <${Processes} top=${top} />
@@ -44,7 +46,7 @@ function KeyNumbers({ top, run }) {
   const lag = top.unread + top.in_flight;
   return html`<${Panel} title="Key numbers">
     <dl class="figures">
-      <${Figure} label="Mean reward" value=${number(top.rollouts ? top.reward : null, 3)} note=${`exact ${percent(top.rollouts ? top.exact : null)}, newest rollouts`} />
+      <${Figure} label="Mean reward" value=${number(top.rollouts ? top.reward : null, 3)} note=${`success ${percent(top.rollouts ? top.success : null)}, newest rollouts`} />
       <${Figure} label="Step" value=${count(top.step)} exact=${top.step} note=${`${rate(top.steps_per_s)} per second`} />
       <${Figure} label="Policy" value=${versionText(top.policy_version)} note=${`rollouts by ${versionText(top.sampled_version)}`} href=${link(run, "weights")} />
       <${Figure} label="Rollouts" value=${count(top.rollouts)} exact=${top.rollouts} note=${`${rate(top.rollouts_per_s)} per second`} href=${link(run, "rollouts")} />

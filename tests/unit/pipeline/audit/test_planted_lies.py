@@ -185,10 +185,7 @@ LIES: dict[str, Planted] = {
         ),
         ledger=(
             ("modelled.evals[0] offset 1: rollout many of evals: prompts is 'many', which is not a number of prompts"),
-            (
-                "modelled.evals[0] offset 2: rollout exact of evals: reward component exact is nan; its "
-                "reward component 'exact' is out of range: nan"
-            ),
+            ("modelled.evals[0] offset 2: rollout exact of evals: reward component exact is nan"),
         ),
     ),
     "a batch is forged": Planted(forged, verify=("batch 0-3: advantages, digest differ from the refold",)),

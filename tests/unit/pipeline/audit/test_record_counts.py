@@ -28,8 +28,8 @@ def test_programs_find_the_names_they_know() -> None:
         "run", "seconds", "quiet_s", "produced", "rollouts", "batched", "batches", "trained", "skipped", "dropped",
         "dead_lettered", "control", "in_flight", "unread", "waiting", "step", "policy_version", "policy_age_s",
         "sampled_version", "rollouts_per_s", "read_per_s", "batches_per_s", "steps_per_s", "policies_per_s", "reward",
-        "exact", "rewards", "exacts", "staleness", "records_skipped", "history", "history_left", "waiting_for_labels",
-        "read_by_labelers", "paused", "paused_environments", "flat_environments", "wanted",
+        "success", "rewards", "successes", "staleness", "records_skipped", "history", "history_left",
+        "waiting_for_labels", "read_by_labelers", "paused", "paused_environments", "flat_environments", "wanted",
         "components", "stalled_stage", "stalled", "configuration", "quiet",
     ]
     assert Ledger().as_dict().keys() == {

@@ -366,13 +366,16 @@ def test_curves_of_environments_are_apart_and_together(tmp_path: Path) -> None:
 
 def test_numbers_too_large_to_be_added_up_have_no_mean(tmp_path: Path) -> None:
     run = MadeRun()
-    huge = {"exact": 1e308}
     made = [
-        run.record("rollouts", partition, encode(rollout("x", partition, policy_version=1, reward_components=huge)))
-        for partition in (0, 1)
+        run.record(
+            "metrics",
+            0,
+            encode(Metrics(component="i", labels={"role": "infer"}, timestamp=t, values={"requests_per_s": 1e308})),
+        )
+        for t in (1e9, 1.1e9)
     ]
-    steps, means = curve(tmp_path, [*made, run.policy(1, step=10)], "success/env")
-    assert (steps, [math.isnan(mean) for mean in means]) == ([10], [True])
+    steps, means = curve(tmp_path, made, "infer/requests_per_s")
+    assert (steps, [math.isnan(mean) for mean in means]) == ([0], [True])
 
 
 def test_servers_that_ended_are_left_out_while_others_serve(tmp_path: Path) -> None:

@@ -37,10 +37,10 @@ REPORT = DemoReport(
     outcome="it learned",
     reward_first=0.1,
     reward_last=0.95,
-    exact_first=0.0,
-    exact_last=0.9,
-    heldout_first=HeldOutScore(version=0, prompts=200, reward=0.1, exact=0.0),
-    heldout_last=HeldOutScore(version=9, prompts=200, reward=0.9, exact=0.85),
+    success_first=0.0,
+    success_last=0.9,
+    heldout_first=HeldOutScore(version=0, prompts=200, reward=0.1, success=0.0),
+    heldout_last=HeldOutScore(version=9, prompts=200, reward=0.9, success=0.85),
     rollouts=100,
     batches=5,
     steps=9,
@@ -70,22 +70,22 @@ def test_a_report_of_several_accuracies_says_which_one_counts_and_why() -> None:
     text = REPORT.as_text()
     [row] = [line for line in text.splitlines() if "(decides)" in line]
     assert row.split()[-2:] == ["0.000", "0.900"]
-    assert "PASSED depends on exact match, rollouts produced: it rose by 0.900, and 0.5 is needed." in text
+    assert "PASSED depends on success, rollouts produced: it rose by 0.900, and 0.5 is needed." in text
     assert "its standard error is at most 0.016" in text
     assert "Over 200 held-out answers the standard error is at most 0.035" in text
-    learned_by_heart = dataclasses.replace(REPORT, heldout_last=dataclasses.replace(REPORT.heldout_last, exact=0.0))
+    learned_by_heart = dataclasses.replace(REPORT, heldout_last=dataclasses.replace(REPORT.heldout_last, success=0.0))
     assert learned_by_heart.passed, "the one that is named decides, and no other"
-    assert not dataclasses.replace(REPORT, exact_last=0.1).passed
+    assert not dataclasses.replace(REPORT, success_last=0.1).passed
 
 
 def test_each_task_says_what_gain_it_promises_and_over_how_many_answers() -> None:
-    text = dataclasses.replace(REPORT, needed_gain=0.4, window=500, exact_first=0.3, exact_last=0.75).as_text()
+    text = dataclasses.replace(REPORT, needed_gain=0.4, window=500, success_first=0.3, success_last=0.75).as_text()
     assert "it rose by 0.450, and 0.4 is needed" in text
     assert "over 500 sampled answers" in text
     assert "its standard error is at most 0.022" in text
     assert "first 500, version 0" in text
-    short = dataclasses.replace(REPORT, needed_gain=0.4, exact_first=0.3, exact_last=0.69)
-    assert short.failures == ("exact match rose by 0.390, at least 0.4 was expected",)
+    short = dataclasses.replace(REPORT, needed_gain=0.4, success_first=0.3, success_last=0.69)
+    assert short.failures == ("success rose by 0.390, at least 0.4 was expected",)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_the_model_was_shown_before_is_said(demonstrated: float | None, say
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"exact_last": 0.49}, "exact match rose by 0.490"),
+        ({"success_last": 0.49}, "success rose by 0.490"),
         ({"ledger": {**BOOK, "balanced": False}}, "the ledger does not balance"),
         ({"verify": {"batches": 5, "mismatches": 2, "differences": ["a", "b"]}}, "verification found 2 differences"),
     ],
@@ -121,8 +121,8 @@ def test_each_broken_promise_fails_the_demo_by_name(changes: dict[str, Any], say
 
 def test_a_program_reads_the_promised_keys() -> None:
     report = json.loads(json.dumps(REPORT.as_dict()))
-    assert report["heldout_exact_first"] == 0.0
-    assert report["heldout_exact_last"] == 0.85
+    assert report["heldout_success_first"] == 0.0
+    assert report["heldout_success_last"] == 0.85
     assert (report["heldout_version_first"], report["heldout_version_last"]) == (0, 9)
     assert report["ledger"]["dropped"] == {"zero_variance": 20}
     assert report["selection"] == report["ledger"]["selection"]
@@ -178,10 +178,10 @@ def test_sizes_are_written_for_people(size: int, text: str) -> None:
 
 def test_with_an_engine_of_others_its_versions_decide_and_the_report_says_so() -> None:
     use = EngineUse(engine="vllm", published=9, versions=8, rollouts_by_versions={1: 90, 2: 10}, unnamed=0)
-    report = dataclasses.replace(REPORT, exact_last=0.01, engine=use)
+    report = dataclasses.replace(REPORT, success_last=0.01, engine=use)
     assert report.passed, "it need not have learned"
     text = report.as_text()
-    assert "PASSED depends on the engine (vllm), and not on exact match" in text
+    assert "PASSED depends on the engine (vllm), and not on success" in text
     assert "rollouts carry tokens of 8, and 3 are needed" in text
     assert "10 rollouts carry several versions" in text
     assert "(decides)" not in text

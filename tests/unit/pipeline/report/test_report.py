@@ -14,7 +14,7 @@ from rollstream.pipeline.report.document import document
 from rollstream.pipeline.report.run_facts import facts_of
 from rollstream.topics.records import LearnerStep, PolicyManifest, Tensor
 from tests.support import archived_run
-from tests.support.archived_run import ROWS, archive_run
+from tests.support.archived_run import ROWS, archive_run, evaluated
 from tests.support.command_line import answer_of
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\N{RIGHT-TO-LEFT OVERRIDE}"
@@ -63,6 +63,7 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
     [row] = json.loads(answer.stdout)
     for name in ("reward/produced", "reward/env"):
         assert re.search(rf"{name}</th>.*?data-value=\"{row['r']}\"", page)
+    assert "Evaluations" not in page, "there is none"
     assert "length/env</th>" in page
     assert "truncated/env</th>" in page
     assert f'<td data-name="trained">{5 * ROWS}</td>' in page
@@ -135,3 +136,23 @@ def test_a_page_needs_nothing_from_elsewhere_and_names_what_verifies_it(tmp_path
         words = command.split()
         assert answer_of(tmp_path, words[1], "--help").returncode == 0, command
     assert "rollstream archive archive --run main --check" in raw
+
+
+def test_evaluations_are_listed_by_version_environment_and_suite_with_intervals(tmp_path: Path) -> None:
+    evals = [
+        *evaluated(0, "add", [0, 0], samples=1, prompts=2),
+        *evaluated(2, "add", [1, 4, 0, 4], samples=4, prompts=5),
+        *evaluated(2, "sort", [4, 4], samples=4, prompts=2),
+    ]
+    archive_run(tmp_path / "archive", 2, evals=evals)
+    page = report(tmp_path)
+    table = page[page.index("<h2>Evaluations</h2>") :]
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in re.findall(r"<tr>(.*?)</tr>", table)[1:5]]
+    assert [row[:3] for row in rows] == [["2", "2", "add"], ["2", "2", "sort"], ["2", "2", "suite"], ["0", "0", "add"]]
+    assert "16 of 20, 4 a prompt" in table
+    assert "24 of 28, 4 a prompt" in table
+    # The third prompt has no success; the first has one, in half of the pairs.
+    means = {name: row[row.index("prompt") + 1 :: 4] for name, row in zip(("add", "sort", "both"), rows, strict=False)}
+    assert means["sort"] == ["1", "1", "1", "1"]
+    assert means["add"] == ["0.562", "0.562", "0.625", "0.750"]
+    assert means["both"] == ["0.781", "0.781", "0.812", "0.875"]

@@ -65,10 +65,10 @@ def test_a_curve_keeps_its_sums_when_its_spans_widen() -> None:
     for number, reward in enumerate(rewards):
         curve.add(1000 * number, reward, 1 - reward)
     assert curve.rollouts == len(rewards)
-    means, exacts = curve.means(36)
-    assert len(means) == len(exacts) <= 36
+    means, successes = curve.means(36)
+    assert len(means) == len(successes) <= 36
     assert abs(mean(means) - mean(rewards)) < 0.01
-    assert all(abs(reward + exact - 1) < 1e-9 for reward, exact in zip(means, exacts, strict=True))
+    assert all(abs(reward + success - 1) < 1e-9 for reward, success in zip(means, successes, strict=True))
 
 
 class ManyRollouts:

@@ -41,6 +41,8 @@ def fill(store: Store, run: str = "main") -> None:
         rollout(f"x{n}", n, environment="add" if n < 4 else "sub/1", policy_version=n % 2, truncated=n == 7)
         for n in range(8)
     ]
+    # Not the reward decides whether this one succeeded.
+    subjects[2] = replace(subjects[2], reward_components={"exact": 0.0})
     batched = random_batch(0, rows=4)
     drops = tuple(Drop(offset=n, reason="late", environment="sub/1", age_ms=10 * n, tokens=6) for n in (4, 5))
     journal = journal_record(drops=drops)
@@ -87,9 +89,8 @@ def rollstream(archive: Path | str, *words: str) -> int:
 def test_success_is_listed_by_environment_and_version(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rollstream(archive, "select environment, policy_version, rollouts, success from success", "--json") == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"environment": environment, "policy_version": version, "rollouts": 2, "success": 1.0 - version}
-        for environment in ("add", "sub/1")
-        for version in (0, 1)
+        {"environment": environment, "policy_version": version, "rollouts": 2, "success": success}
+        for environment, version, success in (("add", 0, 0.5), ("add", 1, 0.0), ("sub/1", 0, 1.0), ("sub/1", 1, 0.0))
     ]
 
 

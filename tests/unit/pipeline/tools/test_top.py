@@ -49,9 +49,9 @@ MIDDLE = RunSnapshot(
     steps_per_s=3.5,
     policies_per_s=3.4,
     reward=0.966,
-    exact=0.904,
+    success=0.904,
     rewards=tuple(i / 36 for i in range(36)),
-    exacts=(0.0, 0.5, 1.0),
+    successes=(0.0, 0.5, 1.0),
     staleness={0: 70_000, 1: 10_000, 2: 4_000, 3: 100, 7: 20},
 )
 SHOWN = """\
@@ -66,7 +66,7 @@ SHOWN = """\
 ╭─ rewards of rollouts produced ───────╮╭─ versions behind, when trained on ───╮
 │ reward  0.966                        ││ 0  ██████████████████████████ 70,000 │
 │ ▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇██ ││ 1  ████                       10,000 │
-│ exact match  0.904                   ││ 2  █                           4,000 │
+│ success  0.904                       ││ 2  █                           4,000 │
 │ ▁▅█                                  ││ 3+                               120 │
 ╰──────────────────────────────────────╯╰──────────────────────────────────────╯
 ╭─ where records are ──────────────────╮╭─ dropped ────────────────────────────╮
@@ -154,7 +154,7 @@ def test_a_frame_is_as_high_as_any_other_and_never_too_wide(snapshot: RunSnapsho
 
 def test_a_line_says_when_a_run_is_quiet() -> None:
     assert line(MIDDLE) == (
-        "step 331  version 331  rollouts 110,096 (1,160/s)  reward 0.966  exact 0.904  batches 1,400 (3 waiting)  "
+        "step 331  version 331  rollouts 110,096 (1,160/s)  reward 0.966  success 0.904  batches 1,400 (3 waiting)  "
         "in flight 0  unread 42  dropped 20,658"
     )
     assert line(replace(MIDDLE, quiet_s=300.0)).endswith("dropped 20,658  quiet for 5 min")

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.config import CurriculumConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Prompt, Score, SingleTurn, Split
-from rollstream.producers.flow.curriculum import difficulty_weight, groups_counted, success_of
+from rollstream.producers.flow.curriculum import difficulty_weight, groups_counted
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
 from rollstream.topics.records import EnvironmentState, MixtureState
@@ -178,24 +177,6 @@ def test_groups_of_other_workers_count_too_and_what_they_unlocked_is_unlocked() 
     curriculum.note_others([other])
     assert curriculum.success_rate("easy") == pytest.approx(0.5, abs=0.03)
     assert curriculum.weights()["hard"] > 0.0
-
-
-@pytest.mark.parametrize(
-    ("members", "success"),
-    [
-        ([(1.0, {}), (0.0, {})], 0.5),
-        ([(5.0, {}), (-3.0, {})], 0.5),
-        ([(0.3, {"exact": 1.0}), (0.3, {"exact": 0.0})], 0.5),
-        ([(1.0, {"exact": 0.0}), (1.0, {})], 1.0),
-    ],
-)
-def test_the_success_of_a_group_is_its_exact_answers_or_else_its_rewards(
-    members: list[tuple[float, dict[str, float]]], success: float
-) -> None:
-    group = [
-        example_rollout(uid=str(n), reward=reward, reward_components=parts) for n, (reward, parts) in enumerate(members)
-    ]
-    assert success_of(group) == success
 
 
 def test_a_paused_environment_begins_nothing_and_weights_are_those_that_are_wanted() -> None:

@@ -1,13 +1,15 @@
 """An evaluation answers the first prompts of a split, whatever class holds them, within the limit of calls."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from rollstream.producers.config import WorkerConfig
+from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Episode, Generate, Prompt, Score, SingleTurn, Split
 from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.inference.client import CompletionsClient
@@ -64,8 +66,48 @@ def test_the_first_prompts_of_a_lazy_list_are_evaluated() -> None:
 
     with serving(SortingGenerator(versions=(3,))) as server:
         evaluation = asyncio.run(evaluated(server.base_url))
-    assert (evaluation.prompts, evaluation.exact) == (3, 1.0)
+    assert (evaluation.prompts, evaluation.success) == (3, 1.0)
     assert [rollout.example_id for rollout in evals.sent] == ["0", "1", "2"]
+
+
+def test_each_prompt_gets_as_many_answers_as_asked_for_and_its_figures_are_over_all_of_them() -> None:
+    evals = Evals()
+
+    class HalfRight(Sorting):
+        async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+            episode = await super().run(prompt, generate)
+            right = float(next(turns) % 4 < int(prompt.example_id))
+            return replace(episode, score=Score(reward=right, components={"exact": right}))
+
+    turns = itertools.count()
+
+    async def evaluated(base_url: str) -> Evaluation:
+        entry = EnvironmentConfig(use="sorting", suites=("numbers",))
+        environment = with_settings(HalfRight(), WorkerConfig(), entry)
+        async with CompletionsClient([base_url]) as client:
+            return await evaluate(
+                environment,
+                client,
+                evals,
+                version=3,
+                phase="end",
+                samples=4,
+                temperature=1.0,
+                concurrency=1,  # type: ignore[arg-type]
+            )
+
+    with serving(SortingGenerator(versions=(3,))) as server:
+        evaluation = asyncio.run(evaluated(server.base_url))
+    # Of four answers, n are right for prompt n from 0 to 3.
+    assert evaluation.figures == {
+        "reward": 0.375,
+        "success": 0.375,
+        "pass@2": (0 + 1 / 2 + 5 / 6 + 1) / 4,
+        "pass@4": 0.75,
+    }
+    assert evaluation.prompts == 4
+    assert [rollout.uid for rollout in evals.sent[:4]] == [f"eval.end.3.0.{member}" for member in range(4)]
+    assert {(r.group_size, r.extra["prompts"], r.extra["suites"]) for r in evals.sent} == {(4, "4", '["numbers"]')}
 
 
 class TwoCalls:

@@ -67,11 +67,13 @@ def answer(version: int, example: str, **changes: object) -> Rollout:
 def test_an_evaluation_counts_once_all_its_answers_are_there() -> None:
     whole = [answer(0, "x"), answer(0, "y")]
     half = [answer(3, "x"), answer(3, "x")]
+    sampled = [answer(12, f"{n}", group_size=2) for n in range(4)]
+    too_few = [answer(15, f"{n}", group_size=2) for n in range(3)]
     others = [answer(6, example, extra={"phase": "first", "prompts": "1"}) for example in "xy"]
     elsewhere = [answer(9, example, environment="other") for example in "xy"]
-    answers = [*whole, *half, *others, *elsewhere]
-    assert evaluated_versions(answers, ["env", "new"]) == {"env": {0}, "new": set()}
-    assert evaluated_versions(answers, ["env", "other"]) == {"env": {0}, "other": {9}}
+    answers = [*whole, *half, *sampled, *too_few, *others, *elsewhere]
+    assert evaluated_versions(answers, ["env", "new"]) == {"env": {0, 12}, "new": set()}
+    assert evaluated_versions(answers, ["env", "other"]) == {"env": {0, 12}, "other": {9}}
 
 
 def test_past_answers_are_read_once_and_none_is_kept() -> None:

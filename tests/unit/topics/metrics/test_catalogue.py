@@ -56,10 +56,15 @@ def test_rates_and_sums_over_partitions_are_not_served_and_other_new_names_are_r
 def test_names_that_only_a_run_knows_become_labels() -> None:
     values = MetricValues()
     values.record("learn", {"left_out/vocabulary": 2, "time/step": 0.5})
-    values.record("eval", {"eval/exact": 0.25, "eval/reward": 1.0}, {"environment": "add", "split": "heldout"})
+    values.record(
+        "eval",
+        {"eval/exact": 0.25, "eval/reward": 1.0, "eval/pass@8": 0.75},
+        {"environment": "add", "split": "heldout"},
+    )
     assert value(values, "rollstream_learner_left_out") == {("vocabulary",): 2}
     assert value(values, "rollstream_learner_stage_seconds") == {("step",): 0.5}
     assert value(values, "rollstream_evaluation_component") == {("add", "exact"): 0.25}
+    assert value(values, "rollstream_evaluation_pass_at") == {("add", "8"): 0.75}
     assert value(values, "rollstream_evaluation_reward") == {("add",): 1.0}
 
 
