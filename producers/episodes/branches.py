@@ -3,7 +3,8 @@
 A call continues an earlier answer if its prompt begins with that answer's whole sequence, prompt and answer. An answer
 that no call continues ends a branch. A call that continues no answer, for example because the agent rewrote its
 history, begins a new branch. Every sampled token is trained exactly once: an answer shared by several branches counts
-in the first branch's loss mask only.
+in the first branch's loss mask only. Answers whose form was constrained are never trained, because the server left out
+tokens that the policy might have chosen.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollstream.producers.episodes.call_sequences import (
+    CONSTRAINED,
     TOOLS,
     CallSequence,
     CallSequences,
@@ -74,7 +76,8 @@ def distinct(calls: Sequence[ModelCall]) -> list[ModelCall]:
 
 
 def branches_of(calls: Sequence[ModelCall]) -> list[Branch]:
-    """Return the branches of an episode from its calls in the order of the log, retries included.
+    """Return the branches of an episode that have tokens to train, from its calls in the order of the log, retries
+    included.
 
     Raises RecordError if a prompt cannot be rebuilt, or an answer has not one log-probability for each token.
     """
@@ -92,7 +95,8 @@ def branches_of(calls: Sequence[ModelCall]) -> list[Branch]:
                 if parent is not None:
                     parent.continued = True
         known.index(sequence)
-    return [_branch(sample) for sample in samples.values() if not sample.continued]
+    branches = [_branch(sample) for sample in samples.values() if not sample.continued]
+    return [branch for branch in branches if branch.loss_mask.any()]
 
 
 def _branch(leaf: _Sample) -> Branch:
@@ -106,7 +110,7 @@ def _branch(leaf: _Sample) -> Branch:
         call, answer = sample.sequence.call, sample.sequence.call.answers[sample.answer]
         start = sample.sequence.prompt_length
         stop = start + len(answer.tokens)
-        trained = not sample.trained
+        trained = not sample.trained and CONSTRAINED not in call.sampling
         sample.trained = True
         if trained:
             mask[start:stop] = True

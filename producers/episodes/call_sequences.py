@@ -21,6 +21,8 @@ PROMPT_ROLE = "prompt"
 """Role of the single message that represents a text prompt."""
 TOOLS = "tools"
 """Name under which a call's recorded parameters hold the digest of its tools."""
+CONSTRAINED = "constrained"
+"""Name under which a call's recorded parameters name what constrained the form of its answers."""
 _DIGEST_BYTES = 16
 _HEAD = 64
 

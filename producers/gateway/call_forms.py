@@ -12,6 +12,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from rollstream.producers.episodes.call_sequences import (
+    CONSTRAINED,
     PROMPT_ROLE,
     TOOLS,
     CallSequence,
@@ -59,11 +60,11 @@ _CONSTRAINTS: Mapping[str, tuple[Any, ...]] = {
     "ebnf": (),
 }
 """Fields that make a server leave out tokens so that the answer has a form, each with the values that do not. An agent
-needs that form, so they cannot be removed."""
+needs that form, so they cannot be removed; the answer's tokens are not the policy's choice, so they are not trained."""
 _RECORDED = ("temperature", "max_tokens", "max_completion_tokens", "seed", "stop", "n", *_SHAPING)
 _RECORDED_LENGTH = 200
 """Most characters of a constraint that a record keeps."""
-_UNFIT = (*(name for name in _SHAPING if name not in ("top_p", "top_k", "min_p")), *_CONSTRAINTS)
+_UNFIT = tuple(name for name in _SHAPING if name not in ("top_p", "top_k", "min_p"))
 """Parameters without a field in a rollout: an episode that was sampled with them cannot be trained on."""
 _PROMPT_FIELDS = ("prompt_token_ids",)
 _ENGINE_FIELDS = (*_PROMPT_FIELDS, "token_ids", "response_token_ids", "weight_versions", "metadata")
@@ -147,8 +148,7 @@ def server_request(
 ) -> dict[str, Any]:
     """Return the body for an inference server of any kind. Its parameters are those that `recorded_sampling` records.
 
-    If `sampling` is agent, the agent's parameters stay, and only missing ones are set. Otherwise, raises RecordError
-    for a constraint on the answer's form.
+    If `sampling` is agent, the agent's parameters stay, and only missing ones are set.
     """
     body = {name: value for name, value in request.body.items() if value is not None}
     body["model"] = model
@@ -158,11 +158,6 @@ def server_request(
         body.setdefault("top_logprobs", 0)
     else:
         body["logprobs"] = max(1, int(body.get("logprobs") or 0))
-    if sampling == "run" and (constraint := next(iter(_constraints(body)), "")):
-        raise RecordError(
-            f"{constraint} is not supported here, because the tokens of a constrained answer are not sampled from "
-            "the policy; leave it out"
-        )
     for name in ("temperature", *_SHAPING):
         if sampling == "run" or body.get(name) is None:
             body.pop(name, None)
@@ -264,7 +259,9 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
 def recorded_sampling(route: str, body: Mapping[str, Any]) -> dict[str, str]:
     """Return the sampling parameters that a record keeps of a request to the server, and the digest of its tools."""
     kept = {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
-    kept |= {name: str(value)[:_RECORDED_LENGTH] for name, value in _constraints(body).items()}
+    if constraints := _constraints(body):
+        kept |= {name: str(value)[:_RECORDED_LENGTH] for name, value in constraints.items()}
+        kept[CONSTRAINED] = ", ".join(constraints)
     return {**kept, TOOLS: _tools_digest(body)} if ROUTES[route] == "chat" else kept
 
 
@@ -287,8 +284,6 @@ def sampling_params(sampling: Mapping[str, str], temperature: float) -> Sampling
 
 def _is_neutral(name: str, text: str) -> bool:
     """Whether the recorded text of a parameter is its neutral value, whichever way the agent wrote the number."""
-    if name in _CONSTRAINTS:
-        return False
     neutral = _SHAPING[name]
     if text in ("{}", "[]", str(neutral)):
         return True

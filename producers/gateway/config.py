@@ -32,11 +32,10 @@ class GatewayConfig:
     environment: str = "agent"
     """Environment of sessions that do not name one."""
     sampling: Literal["run", "agent"] = "run"
-    """Sampling parameters of calls: run sets worker.temperature, replaces the agent's (top_p, top_k, min_p, penalties,
-    logit_bias, min_tokens, ignore_eos, bad_words, allowed_token_ids, thinking_token_budget, watermarking,
-    use_beam_search) by neutral values, and refuses calls that constrain the form of the answer, such as with
-    response_format; agent does this only for parameters that a call leaves out, and an episode that the agent's make
-    unfit for training is cancelled."""
+    """Sampling parameters of calls: run sets worker.temperature and replaces the agent's (top_p, top_k, min_p,
+    penalties, logit_bias, min_tokens, ignore_eos, bad_words, allowed_token_ids, thinking_token_budget, watermarking,
+    use_beam_search) by neutral values; agent does this only for parameters that a call leaves out, and an episode that
+    the agent's make unfit for training is cancelled."""
     idle_timeout_s: float = 1800.0
     """Time without a record after which a session that has not ended counts as abandoned."""
     reward_timeout_s: float = 7 * 86400.0

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from rollstream.producers.episodes.branches import Branch, branches_of, distinct
+from rollstream.producers.episodes.call_sequences import CONSTRAINED
 from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.call_forms import sampling_params
 from rollstream.producers.gateway.sessions import CapturedSession
@@ -42,7 +43,12 @@ def rollouts_of(session: CapturedSession, form: RolloutForm, policies: PolicyVer
     """
     branches = branches_of(session.calls)
     if not branches:
-        raise RecordError(f"no model call of session {session.name} sampled a token")
+        constrained = any(CONSTRAINED in call.sampling for call in session.calls)
+        raise RecordError(
+            f"every answer of session {session.name} was constrained in its form, so no token is the policy's own"
+            if constrained
+            else f"no model call of session {session.name} sampled a token"
+        )
     rewards = _rewards_by_call(session)
     reward = sum(rewards.values()) if session.reward is None else session.reward
     return [

@@ -52,16 +52,21 @@ def chat_request(body: Mapping[str, Any], _known: CallSequences) -> ChatForm:
     check_names(body, _READ, _OFF, _HARMLESS)
     if body.get("max_tokens") is None:
         raise BadRequest("max_tokens is missing; set it to the most tokens of the answer", "max_tokens")
-    if fields.mapping(body, "output_config").get("format") is not None:
-        raise BadRequest(
-            "output_config.format is not supported here; ask for the form in words", "output_config.format"
-        )
+    form = fields.mapping(fields.mapping(body, "output_config"), "format")
+    if form and form.get("type") != "json_schema":
+        raise unsupported("output_config.format", form.get("type"), ("json_schema",))
     system = text_of(body.get("system"), "system", ("text",))
     chat = {
         "messages": [*([{"role": "system", "content": system}] if system else []), *_messages(body)],
         "tools": [_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects(body, "tools"))] or None,
         "stop": body.get("stop_sequences") or None,
         **_tool_choice(fields.mapping(body, "tool_choice")),
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": form.get("schema")},
+        }
+        if form
+        else None,
         **{name: body.get(name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
     }
     return ChatForm(body={name: value for name, value in chat.items() if value is not None})

@@ -53,8 +53,6 @@ _INSTRUCTED = "instructions"
 def chat_request(body: Mapping[str, Any], known: CallSequences) -> ChatForm:
     """Return a request as a chat request; `known` are the calls of its session. Raises BadRequest."""
     check_names(body, _READ, _OFF, _HARMLESS)
-    if fields.mapping(fields.mapping(body, "text"), "format").get("type", "text") != "text":
-        raise BadRequest("text.format other than text is not supported here; ask for the form in words", "text.format")
     for included in body.get("include") or ():
         if included not in _INCLUDED:
             raise BadRequest(f"include: {fields.shown(included)} is not supported here; leave it out", "include")
@@ -67,6 +65,7 @@ def chat_request(body: Mapping[str, Any], known: CallSequences) -> ChatForm:
         ],
         "tools": [_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects(body, "tools"))] or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
+        "response_format": _response_format(fields.mapping(fields.mapping(body, "text"), "format")),
         "max_tokens": body.get("max_output_tokens"),
         **{name: body.get(name) for name in ("temperature", "top_p", "parallel_tool_calls")},
     }
@@ -135,6 +134,16 @@ def _tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise unsupported(place, tool.get("type"), ("function",))
     check_names(tool, {"type", "name", "description", "parameters"}, {"defer_loading": (False,)}, {"strict"})
     return function_tool(tool, "parameters", place)
+
+
+def _response_format(form: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = form.get("type", "text")
+    if kind == "json_schema":
+        names = ("name", "description", "schema", "strict")
+        return {"type": kind, kind: {name: form[name] for name in names if form.get(name) is not None}}
+    if kind not in ("text", "json_object"):
+        raise unsupported("text.format", kind, ("text", "json_object", "json_schema"))
+    return {"type": kind} if kind != "text" else None
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -217,7 +226,7 @@ class ResponseStream(AnswerStream):
             "temperature": None,
             "top_p": None,
             "truncation": "disabled",
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(request.get("text") or {})},
             **{name: default if request.get(name) is None else request[name] for name, default in _ECHOED.items()},
         }
 

@@ -129,6 +129,27 @@ def test_an_answer_shared_by_branches_is_trained_in_the_first() -> None:
     assert [place.trained for place in second.calls] == [False, True]
 
 
+def test_an_answer_of_a_constrained_form_is_context_and_never_trained() -> None:
+    recording = Recording()
+    recording.call(tokens(1, 2), tokens(3, 4))
+    recording.call(tokens(1, 2, 3, 4, 5), tokens(6, 7))
+    recording.call(tokens(1, 2, 3, 4, 5, 6, 7, 8), tokens(9))
+    recording.call(tokens(20), tokens(21))
+    forced = {"constrained": "tool_choice", "tool_choice": "required"}
+    first, second, third, other = recording.calls
+    [branch] = branches_of([first, replace(second, sampling=forced), third, replace(other, sampling=forced)])
+    assert branch.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert np.flatnonzero(branch.loss_mask).tolist() == [2, 3, 8]
+    assert branch.versions.tolist() == [-1, -1, 0, 0, -1, -1, -1, -1, 2]
+    assert branch.logprobs[5:7].tolist() == [0, 0]
+    answers = [turn for turn in branch.turns if turn.role == "assistant"]
+    assert [turn.has_logprobs for turn in answers] == [True, False, True]
+    assert answers[1].inference is not None
+    assert answers[1].inference.sampling_params == forced, "the learner is told what was masked"
+    alone = Recording().call(tokens(20), tokens(21))
+    assert branches_of([replace(alone, sampling=forced)]) == []
+
+
 def test_several_answers_of_one_call_are_several_branches() -> None:
     recording = Recording()
     recording.call(tokens(1), tokens(2), tokens(2))

@@ -138,7 +138,7 @@ REMOVED: dict[str, Any] = {
     "watermarking": True,
     "use_beam_search": True,
 }
-REFUSED: dict[str, Any] = {
+CONSTRAINTS: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "tool_choice": "required",
     "structured_outputs": {"choice": ["a"]},
@@ -167,22 +167,25 @@ def test_a_server_is_told_to_sample_from_the_policys_own_distribution(fields: di
     assert sampling_params(recorded_sampling(CHAT, body), 1.0) == SamplingParams(temperature=0.7)
 
 
-@pytest.mark.parametrize("name", [*REFUSED])
-def test_a_call_that_constrains_the_form_of_its_answer_is_refused(name: str) -> None:
-    with pytest.raises(RecordError, match=f"{name} is not supported here"):
-        server_request(chat(QUESTION, **{name: REFUSED[name]}), model="m", temperature=1.0, sampling="run")
+@pytest.mark.parametrize("sampling", ["run", "agent"])
+@pytest.mark.parametrize("name", [*CONSTRAINTS])
+def test_a_constraint_on_the_form_of_an_answer_reaches_the_server_and_the_record(name: str, sampling: Any) -> None:
+    body = server_request(chat(QUESTION, **{name: CONSTRAINTS[name]}), model="m", temperature=1.0, sampling=sampling)
+    assert body[name] == CONSTRAINTS[name]
+    recorded = recorded_sampling(CHAT, body)
+    assert (recorded["constrained"], recorded[name]) == (name, str(CONSTRAINTS[name]))
 
 
 def test_a_tool_that_must_be_called_is_a_constraint_and_the_free_forms_are_none() -> None:
     forced = {"type": "function", "function": {"name": "search"}}
-    with pytest.raises(RecordError, match="tool_choice is not supported here"):
-        server_request(chat(QUESTION, tool_choice=forced), model="m", temperature=1.0, sampling="run")
     free = {"response_format": {"type": "text"}, "tool_choice": "auto", "guided_json": None}
-    body = server_request(chat(QUESTION, **free), model="m", temperature=1.0, sampling="run")
-    assert body["tool_choice"] == "auto"
+    for fields, constraints in ((free, None), ({**free, "tool_choice": forced}, "tool_choice")):
+        body = server_request(chat(QUESTION, **fields), model="m", temperature=1.0, sampling="run")
+        assert body["tool_choice"] == fields["tool_choice"]
+        assert recorded_sampling(CHAT, body).get("constrained") == constraints
 
 
-@pytest.mark.parametrize(("name", "value"), [*{**REMOVED, **REFUSED}.items()])
+@pytest.mark.parametrize(("name", "value"), [*REMOVED.items()])
 def test_with_the_agents_parameters_such_a_call_is_sent_but_not_trained_on(name: str, value: Any) -> None:
     body = server_request(chat(QUESTION, **{name: value}), model="m", temperature=1.0, sampling="agent")
     assert body[name] == value

@@ -80,6 +80,16 @@ def text(words: str) -> dict[str, Any]:
         ),
         ({"tool_choice": {"type": "any"}}, [USER], {"tool_choice": "required"}),
         (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}},
+            [USER],
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": SCHEMA},
+                }
+            },
+        ),
+        (
             {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
             [USER],
             {"tool_choice": "auto", "parallel_tool_calls": False},
@@ -113,7 +123,7 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"container": "c"}, "container='c' is not supported here", "container"),
         ({"context_management": {}}, "context_management={} is not supported here", "context_management"),
         ({"voice": "x"}, "'voice'", "voice"),
-        ({"output_config": {"format": {}}}, "output_config.format is not supported here", "output_config.format"),
+        ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type='regex'", "output_config.format"),
         ({"tools": [{"type": "bash_20250124", "name": "b"}]}, r"tools\[0\].type='bash_20250124'", "tools[0]"),
         ({"tools": [{"name": "b", "defer_loading": True}]}, "defer_loading=True", "defer_loading"),
         ({"tools": [{"input_schema": SCHEMA}]}, r"tools\[0\].name must be a string", "tools[0].name"),

@@ -84,6 +84,24 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "
         (
             {
                 "input": "8+9?",
+                "text": {"format": {"type": "json_schema", "name": "sum", "schema": {}, "strict": True}},
+            },
+            [USER],
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "sum", "schema": {}, "strict": True},
+                }
+            },
+        ),
+        (
+            {"input": "8+9?", "text": {"format": {"type": "json_object"}}},
+            [USER],
+            {"response_format": {"type": "json_object"}},
+        ),
+        (
+            {
+                "input": "8+9?",
                 "tool_choice": "required",
                 "temperature": 0.5,
                 "top_p": 0.9,
@@ -146,7 +164,7 @@ def test_a_response_of_no_call_of_the_session_is_refused_with_openais_code(uid: 
         ({"top_logprobs": 3}, "top_logprobs=3 is not supported here", "top_logprobs"),
         ({"voice": "x"}, "'voice'", "voice"),
         ({"include": ["message.output_text.logprobs"]}, "include: 'message.output_text.logprobs'", "include"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format other than text", "text.format"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type='grammar' is not supported here", "text.format"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type='web_search' .* use function", "tools[0]"),
         ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "defer_loading=True", "defer_loading"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name must be a string", "tools[0].name"),
