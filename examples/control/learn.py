@@ -128,6 +128,7 @@ def main() -> None:
             "seconds": round(time.monotonic() - began, 1),
             "first_return": returns.mean(0),
             "last_return": returns.mean(version),
+            "returns": {number: returns.mean(number) for number in range(version + 1) if returns.episodes(number)},
             "first_greedy_return": evaluate(first, image=args.image),
             "last_greedy_return": evaluate(last, image=args.image),
             "episodes": dict(returns.counts),
