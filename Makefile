@@ -19,6 +19,8 @@ OPENENV_STAMP := $(OPENENV)/.installed
 HARBOR := $(VENV)/harbor
 HARBOR_STAMP := $(HARBOR)/.installed
 HARBOR_PYTHON ?= 3.12
+TRANSFERQUEUE := $(VENV)/transferqueue
+TRANSFERQUEUE_STAMP := $(TRANSFERQUEUE)/.installed
 # uv reads no settings of pip: the index that gave us uv serves the rest, unless uv has one of its own.
 UV_INSTALL = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}}}" $(BIN)/uv pip install --quiet
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
@@ -70,8 +72,8 @@ $(LONG_STAMP): requirements-long.txt $(STAMP)
 	@$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements-long.txt
 	@touch $@
 
-# A real engine, a real library of environments and a real trainer, each in an environment of its own: their requirements
-# contradict ours, or, as those of a trainer in torch, show what is not needed.
+# A real engine, a real library of environments, a real trainer and a real queue, each in an environment of its own: their
+# requirements contradict ours, or, as those of a trainer in torch, show what is not needed.
 $(VLLM_STAMP): requirements-vllm.txt $(STAMP)
 	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
 	@$(UV_INSTALL) --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
@@ -99,6 +101,12 @@ $(HARBOR_STAMP): requirements-harbor.txt $(STAMP)
 	@test -x $(HARBOR)/bin/python || $(BIN)/uv venv --quiet --python $(HARBOR_PYTHON) $(HARBOR)
 	@$(UV_INSTALL) --python $(HARBOR)/bin/python --require-hashes -r requirements-harbor.txt
 	@$(UV_INSTALL) --python $(HARBOR)/bin/python --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(TRANSFERQUEUE_STAMP): requirements-transferqueue.txt $(STAMP)
+	@test -x $(TRANSFERQUEUE)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(TRANSFERQUEUE)
+	@$(UV_INSTALL) --python $(TRANSFERQUEUE)/bin/python --require-hashes -r requirements-transferqueue.txt
+	@$(UV_INSTALL) --python $(TRANSFERQUEUE)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
@@ -146,7 +154,7 @@ run-real: $(STAMP)
 # Users start processes; the short form forks most roles, which saves their imports.
 run-all: export REAL_PROCESSES = 1
 run-all: export HYPOTHESIS_EXAMPLES = 100
-run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP) $(HARBOR_STAMP) $(TRL_STAMP)
+run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP) $(HARBOR_STAMP) $(TRL_STAMP) $(TRANSFERQUEUE_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
@@ -186,6 +194,7 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	printf 'openenv>=0.10,<0.11\nhatchling\neditables\n' | $(LOCK) --universal pyproject.toml - -o requirements-openenv.txt $(ARGS)
 	printf 'verifiers[harbor]>=0.4,<0.5\nhatchling\neditables\n' | $(LOCK) --universal --python-version 3.12 pyproject.toml - -o requirements-harbor.txt $(ARGS)
 	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
+	printf 'hatchling\neditables\n' | $(LOCK) --universal --constraint requirements-trl.txt --extra transfer-queue pyproject.toml - -o requirements-transferqueue.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist docs/reference

@@ -135,8 +135,8 @@ ROLES: tuple[RoleDescription, ...] = (
         extras=("learner",),
         # It loads the environments, because a row must hold their longest rollouts.
         secrets=("environments.",),
-        groups=("{run}.learner.turn-publisher",),
-        transactional_ids=("{run}/learner",),
+        groups=("{run}.learner.turn-publisher", "{run}.samples.turn-writers"),
+        transactional_ids=("{run}/learner", "{run}/samples/{ordinal}"),
         keeps="learner.checkpoint.directory",
         finishes=True,
     ),

@@ -171,6 +171,7 @@ def locked_versions(name: str) -> dict[str, set[str]]:
         "requirements-openenv.txt",
         "requirements-harbor.txt",
         "requirements-trl.txt",
+        "requirements-transferqueue.txt",
     ],
 )
 def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry(name: str) -> None:

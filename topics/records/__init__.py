@@ -47,6 +47,7 @@ from rollstream.topics.records.rollouts import (
     SamplingParams,
     Turn,
 )
+from rollstream.topics.records.samples import SampleField, SamplesCleared
 from rollstream.topics.records.sessions import AnswerSpan, CallAnswer, ModelCall, SessionEvent
 from rollstream.topics.records.steps import BatchUse, LearnerStep
 from rollstream.topics.records.trajectories import EpisodeSpan, TrajectoryRecord
@@ -102,6 +103,8 @@ __all__ = [
     "RolloutBatch",
     "RolloutMetadata",
     "RunSupervisor",
+    "SampleField",
+    "SamplesCleared",
     "SamplingParams",
     "SessionEvent",
     "SkippedOffset",

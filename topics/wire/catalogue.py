@@ -240,6 +240,16 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         doc="Rewards of old rollouts by another verifier, on the partition of the rollout; nothing trains on them.",
     ),
     TopicSpec(
+        name="samples",
+        key="partition of the queue, sample, field",
+        values=("SampleField", "SamplesCleared"),
+        partitions="P",
+        cleanup="none",
+        writers=("learn",),
+        readers=("learn", TOOLS),
+        doc="What a trainer's TransferQueue holds: fields of samples, and marks of cleared samples.",
+    ),
+    TopicSpec(
         name="control",
         key="what, which",
         values=(

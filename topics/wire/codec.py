@@ -70,6 +70,8 @@ RECORD_TYPES: tuple[type, ...] = (
     records.ModelCall,
     records.SessionEvent,
     records.RescoredRollout,
+    records.SampleField,
+    records.SamplesCleared,
 )
 _SHORT_BYTES = 4096
 """Size up to which `bytes.translate` is as fast as numpy."""
