@@ -7,6 +7,8 @@ would fence its replacement. The claim is offset metadata in a separate consumer
 import uuid
 
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.wire.catalogue import topic_name
@@ -30,7 +32,19 @@ class OrdinalClaim:
             )
 
     def is_ours(self) -> bool:
-        """Whether the claim of `take` is still the latest. Raises BrokerUnavailable if no broker answers."""
+        """Whether the claim of `take` is still the latest. Raises BrokerUnavailable if no broker answers.
+
+        An outage may end just when the patience does, so this asks once more if a broker answers by then.
+        """
+        try:
+            return self._is_latest()
+        except AccessDenied:
+            raise
+        except BrokerUnavailable:
+            clients.check_broker(self._kafka)
+            return self._is_latest()
+
+    def _is_latest(self) -> bool:
         with Reader(self._kafka, group=self._group) as reader:
             [newest] = reader.committed(self._topic, [0], f"reading the claim on the ordinal in group {self._group}")
         # Brokers delete the offsets of idle groups after a while, so a missing offset does not mean another claim.

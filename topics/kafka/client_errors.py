@@ -134,9 +134,10 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting, moving or out of reach.
 
     Raises AccessDenied for a missing permission. Raises BrokerUnavailable if this takes longer than `timeout_s`,
-    earlier if a partition stays unknown, and at once for any other error.
+    earlier if a partition stays unknown, and at once for any other error. When a broker answers after an outage that
+    it is not the coordinator or leader yet, the time begins again, once: a broker that has just started needs seconds.
     """
-    began = time.monotonic()
+    began, answered = time.monotonic(), False
     while True:
         try:
             return call()
@@ -144,11 +145,19 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
             error: KafkaError = exception.args[0]
             if denied := denial(error, doing):
                 raise denied from exception
+            if not answered and is_moving(error) and _is_of_broker(error):
+                began, answered = time.monotonic(), True
             unknown = error.code() == KafkaError._UNKNOWN_PARTITION
             patience_s = min(timeout_s, _LEARNT_S) if unknown else timeout_s
             if not (unknown or is_moving(error) or error.code() in _RECOVERED) or time.monotonic() > began + patience_s:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
+
+
+def _is_of_broker(error: KafkaError) -> bool:
+    """Whether a broker answered with this error about a coordinator or leader. An unstable offset is none: it waits for
+    an open transaction, whose time is bounded."""
+    return error.code() > 0 and error.code() != KafkaError.UNSTABLE_OFFSET_COMMIT
 
 
 def is_moving(error: KafkaError) -> bool:

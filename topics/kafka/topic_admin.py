@@ -21,7 +21,7 @@ from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
 from rollstream.topics.kafka.records import Place
@@ -29,6 +29,7 @@ from rollstream.topics.wire.catalogue import run_and_name
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
+    from confluent_kafka.admin._metadata import ClusterMetadata
 
 _TIMEOUT_S = 30.0
 _ANSWER_S = 10.0
@@ -50,11 +51,18 @@ class OffsetAndTime(NamedTuple):
 
 def topic_names(kafka: KafkaConfig) -> list[str]:
     """Names of all topics of the cluster, sorted. Raises BrokerUnavailable."""
-    client = clients.admin(kafka)
+    return sorted(_listed(kafka, clients.admin(kafka)).topics)
+
+
+def _listed(kafka: KafkaConfig, client: "AdminClient | Consumer", topic: str | None = None) -> "ClusterMetadata":
+    """Return what brokers say about a topic, or about all. A request fails at once if its broker goes down, so it is
+    made again. Raises BrokerUnavailable if no broker answers."""
     try:
-        return sorted(client.list_topics(timeout=_TIMEOUT_S).topics)
-    except KafkaException as error:
-        raise BrokerUnavailable(f"listing topics: {error.args[0].str()}") from error
+        return retrying(lambda: client.list_topics(topic, timeout=_ANSWER_S), "listing topics", _TIMEOUT_S)
+    except AccessDenied:
+        raise
+    except BrokerUnavailable as error:
+        raise BrokerUnavailable(f"no Kafka broker answers at {kafka.bootstrap_servers}: {error}") from error
 
 
 def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
@@ -96,12 +104,7 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
 
     Raises TopicError if the topic does not exist, BrokerUnavailable if no broker answers.
     """
-    try:
-        metadata = (client or clients.admin(config)).list_topics(topic, timeout=10.0).topics[topic]
-    except KafkaException as error:
-        raise BrokerUnavailable(
-            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
-        ) from error
+    metadata = _listed(config, client or clients.admin(config), topic).topics[topic]
     if metadata.error is not None:
         if denied := denial(metadata.error, f"looking at topic {topic}"):
             raise denied
@@ -109,13 +112,14 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
     return len(metadata.partitions)
 
 
-def retention_s(config: KafkaConfig, topic: str) -> float:
-    """Time for which brokers keep a record of a topic; infinite if they keep it forever or do not say."""
+def retention_s(config: KafkaConfig, topic: str) -> float | None:
+    """Time for which brokers keep a record of a topic, infinite if forever; None if the topic is missing or this user
+    may not see its settings."""
     client = clients.admin(config)
     try:
         return retention_in(answer_of(request_settings(client, topic), _TIMEOUT_S))
-    except KafkaException:  # a user who may not see settings can still work
-        return math.inf
+    except KafkaException:
+        return None
 
 
 def request_settings(client: "AdminClient", topic: str) -> Future[Settings]:
@@ -131,25 +135,18 @@ def retention_in(settings: Settings) -> float:
     return math.inf if retention_ms is None or retention_ms < 0 else retention_ms / 1000
 
 
-def positions_kept_s(config: KafkaConfig) -> float:
-    """How long brokers keep the positions of a consumer group without members; infinite if they do not say."""
+def broker_settings(config: KafkaConfig) -> Settings:
+    """Settings of one of the brokers, by name; empty if this user may not see them."""
     client = clients.admin(config)
+    resources = [ConfigResource(ResourceType.BROKER, str(n)) for n in sorted(_listed(config, client).brokers)[:1]]
     try:
-        brokers = client.list_topics(timeout=_TIMEOUT_S).brokers
+        return {
+            name: value
+            for r in resources
+            for name, value in answer_of(client.describe_configs([r])[r], _TIMEOUT_S).items()
+        }
     except KafkaException:
-        return math.inf
-    resources = [ConfigResource(ResourceType.BROKER, str(broker)) for broker in sorted(brokers)[:1]]
-    minutes = [_setting(client, resource, "offsets.retention.minutes") for resource in resources]
-    return min((60.0 * kept for kept in minutes if kept is not None), default=math.inf)
-
-
-def _setting(client: "AdminClient", resource: "ConfigResource", name: str) -> int | None:
-    """A number among the settings of a broker; None if this user may not see it, or if it does not exist."""
-    try:
-        settings = answer_of(client.describe_configs([resource])[resource], _TIMEOUT_S)
-    except KafkaException:  # a user who may not see settings can still work
-        return None
-    return _number(settings, name)
+        return {}
 
 
 def _number(settings: Settings, name: str) -> int | None:
@@ -159,12 +156,7 @@ def _number(settings: Settings, name: str) -> int | None:
 
 def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
     """Number of partitions of every run's topics, by run and by topic. Raises BrokerUnavailable."""
-    try:
-        topics = clients.admin(config).list_topics(timeout=10.0).topics
-    except KafkaException as error:
-        raise BrokerUnavailable(
-            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
-        ) from error
+    topics = _listed(config, clients.admin(config)).topics
     partitions_by_run: dict[str, dict[str, int]] = {}
     for topic, metadata in sorted(topics.items()):
         place = run_and_name(topic)

@@ -62,6 +62,37 @@ def test_a_partition_that_stays_unknown_is_told_before_the_time_for_leaders_is_o
     assert 1 < sum(slept) < 30
 
 
+def seconds_until_given_up(monkeypatch: pytest.MonkeyPatch, *codes: int) -> float:
+    """Virtual seconds after which 30 s of patience end, with these errors a second each, the last one for ever."""
+    slept = [0.0]
+    errors = [KafkaException(KafkaError(code)) for code in codes]
+
+    def fail() -> str:
+        slept.append(1.0)
+        raise errors.pop(0) if len(errors) > 1 else errors[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: sum(slept))
+        patched.setattr(time, "sleep", slept.append)
+        with pytest.raises(BrokerUnavailable):
+            retrying(fail, "asking", timeout_s=30.0)
+    return sum(slept)
+
+
+@pytest.mark.parametrize("code", [*LEADERS, *COORDINATORS, KafkaError.NOT_LEADER_FOR_PARTITION])
+def test_patience_begins_anew_once_when_a_broker_is_back_but_no_coordinator_or_leader_yet(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    outage = [KafkaError._TRANSPORT] * 25
+    assert 55 < seconds_until_given_up(monkeypatch, *outage, code) < 59
+    assert 55 < seconds_until_given_up(monkeypatch, *outage, *[code, KafkaError._TRANSPORT] * 40) < 59, "once"
+
+
+@pytest.mark.parametrize("code", [*GONE, *SLOW[:2], KafkaError.UNSTABLE_OFFSET_COMMIT])
+def test_patience_is_not_longer_for_silence_or_an_open_transaction(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    assert 29 < seconds_until_given_up(monkeypatch, KafkaError._TRANSPORT, code) < 33
+
+
 def test_what_time_does_not_mend_is_told_at_once() -> None:
     call = Call(KafkaError.TOPIC_AUTHORIZATION_FAILED, failures=1)
     with pytest.raises(AccessDenied, match=r"^asking: .*TOPIC_AUTHORIZATION_FAILED"):

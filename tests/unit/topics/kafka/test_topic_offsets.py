@@ -1,4 +1,4 @@
-"""Offsets of partitions whose leader does not know yet that it leads: they are asked for again."""
+"""Topics and offsets are asked for again while a broker is down, or a leader does not know yet that it leads."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -45,3 +45,24 @@ def test_a_missing_permission_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(AccessDenied, match="asking where new ends"):
         topic_admin.offsets(KafkaConfig(), [("new", 0)], "latest")
     assert admin.asked == 1
+
+
+class Listing:
+    """Lists one topic with two partitions, after its broker went down a few times."""
+
+    def __init__(self, failures: int) -> None:
+        self._left = failures
+
+    def list_topics(self, _topic: str | None, *, timeout: float) -> Any:
+        assert timeout > 0
+        self._left -= 1
+        if self._left >= 0:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+        return SimpleNamespace(topics={"main.rollouts": SimpleNamespace(error=None, partitions={0: None, 1: None})})
+
+
+def test_topics_are_listed_again_if_a_broker_goes_down_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "admin", lambda _kafka: Listing(failures=2))
+    assert topic_admin.partitions_of(KafkaConfig(), "main.rollouts") == 2
+    assert topic_admin.topic_names(KafkaConfig()) == ["main.rollouts"]
+    assert topic_admin.runs(KafkaConfig()) == {"main": {"rollouts": 2}}
