@@ -18,9 +18,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.catalogue import topic_name
 
 _CHECK = "retention"
-_POSITIONS_KEPT_S = 30 * 86_400
-"""Shortest acceptable time for which brokers keep the positions of a stopped run, such as one that is stopped over a
-holiday."""
+_AUDITOR = "run the check as the user audit or operate, which may see it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,10 @@ def check_retention(config: RunConfig, flags: str = "") -> Iterator[Finding]:
         yield Finding(check=_CHECK, level="note", text=f"the progress of grouping cannot be seen: {error}")
     for place in oldest:
         yield from _of_partition(topic, kept_s, place, keep)
-    if not math.isinf(kept_s):
+    if kept_s is None:
+        text = f"whether {topic} keeps its records cannot be seen: it is missing, or this user may not see its settings"
+        yield Finding(check=_CHECK, level="note", text=text, remedy=_AUDITOR)
+    elif not math.isinf(kept_s):
         yield Finding(
             check=_CHECK,
             level="fault",
@@ -59,20 +60,7 @@ def check_retention(config: RunConfig, flags: str = "") -> Iterator[Finding]:
             remedy=keep,
         )
     elif not any(place.begin > place.offset for place in oldest):
-        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, as far as this user can see")
-    yield from forgotten_positions(topic_admin.positions_kept_s(config.kafka))
-
-
-def forgotten_positions(kept_s: float) -> Iterator[Finding]:
-    """Yield a note if brokers, which keep positions for `kept_s`, may forget those of a run stopped for weeks."""
-    if kept_s < _POSITIONS_KEPT_S:
-        yield Finding(
-            check=_CHECK,
-            level="note",
-            text=f"brokers forget the positions of a consumer group {_hours(kept_s)} after its last member left: "
-            "grouping and labeling then need `recover`, and prune no longer keeps records for the archive",
-            remedy="set offsets.retention.minutes of the brokers to 2147483647, if you may",
-        )
+        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever")
 
 
 def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:
@@ -97,7 +85,7 @@ def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:
         yield OldestUnfinished(partition=partition, offset=journal.watermark, begin=begin, age_s=age_s)
 
 
-def _of_partition(topic: str, kept_s: float, place: OldestUnfinished, keep: str) -> Iterator[Finding]:
+def _of_partition(topic: str, kept_s: float | None, place: OldestUnfinished, keep: str) -> Iterator[Finding]:
     where = f"{topic}[{place.partition}]"
     if place.begin > place.offset:
         yield Finding(
@@ -107,7 +95,7 @@ def _of_partition(topic: str, kept_s: float, place: OldestUnfinished, keep: str)
             f"{place.begin - place.offset} records are gone",
             remedy="restore them from an archive into a new run (rollstream restore), or start a run of another name",
         )
-    elif place.age_s is not None and not math.isinf(kept_s):
+    elif place.age_s is not None and kept_s is not None and not math.isinf(kept_s):
         left_s = kept_s - place.age_s
         soon = "at any time" if left_s <= 0 else f"in {_hours(left_s)}"
         yield Finding(

@@ -45,6 +45,7 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
     flags = configuration_flags(args)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", lambda: cluster.check_versions(config)),
+        ("settings", lambda: cluster.check_settings(config)),
         ("topics", lambda: cluster.check_topics(config, flags)),
         ("retention", lambda: check_retention(config, flags)),
         ("clock", lambda: check_clock(config)),

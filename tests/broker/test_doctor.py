@@ -15,12 +15,14 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.doctor import clock
-from rollstream.pipeline.doctor.retention import forgotten_positions, oldest_unfinished
+from rollstream.pipeline.doctor.cluster import check_settings
+from rollstream.pipeline.doctor.retention import oldest_unfinished
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker
+from tests.unit.pipeline.doctor.test_cluster import RIGHT
 
 RUN = "patient"
 ROLES = ("env", "learn", "group", "audit")
@@ -121,14 +123,25 @@ def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: Real
     assert "this user may do everything" in text
 
 
-def test_brokers_that_soon_forget_positions_are_named_and_ours_keep_them(broker: str) -> None:
-    kept_s = topic_admin.positions_kept_s(KafkaConfig(bootstrap_servers=broker))
-    assert kept_s > 1_000 * 365 * 86_400
-    assert list(forgotten_positions(kept_s)) == []
-    [finding] = forgotten_positions(7 * 86_400)
-    assert finding.level == "note"
-    assert "168.0 h after its last member left" in finding.text
-    assert "offsets.retention.minutes" in finding.remedy
+def test_our_brokers_have_the_settings_that_roles_need(broker: str) -> None:
+    [finding] = check_settings(load(flags=[f"kafka.bootstrap_servers={broker}"]))
+    assert finding.level == "ok"
+    assert topic_admin.broker_settings(KafkaConfig(bootstrap_servers=broker)).keys() >= RIGHT.keys()
+
+
+@pytest.mark.long
+def test_a_user_without_rights_on_a_cluster_without_topics_is_a_fault(secured: SecuredBroker, tmp_path: Path) -> None:
+    secured.add_users({f"{RUN}-nobody": "the password"})
+    (tmp_path / "password").write_text("the password")
+    client = {**secured.client(f"{RUN}-nobody", ""), "sasl.password": f"file:{tmp_path / 'password'}"}
+    flags = [word for key, value in client.items() for word in ("-X", f"{key}={value}")]
+    answer = answer_of(tmp_path, "doctor", "--json", "--run", "empty", *flags)
+    findings = json.loads(answer.stdout)
+    assert (answer.returncode, [f["text"].partition(":")[0] for f in findings if f["level"] == "fault"]) == (
+        1,
+        ["this user sees no topic of run empty"],
+    )
+    assert [f["check"] for f in findings if f["level"] == "ok"] == ["brokers", "versions"]
 
 
 def test_unfinished_records_that_are_gone_are_a_fault_with_their_remedy(real_run: RealRun, tmp_path: Path) -> None:
