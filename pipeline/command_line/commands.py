@@ -50,7 +50,7 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
         "migrate": (
             "tools.migrate",
-            "copy rollouts of the old form, with metadata on the batch, into a run or new files",
+            "copy rollouts of the old form, or samples of a TransferQueue, into a run or new files",
         ),
     },
     "Set up": {

@@ -1,4 +1,4 @@
-"""`rollstream migrate`: copies rollouts of the old form, from Avro files, into a run or new files.
+"""`rollstream migrate`: copies rollouts of the old form, or samples of a TransferQueue, into a run or new files.
 
 Every rollout read is written, already present, or reported with a reason; written rollouts are read back and counted.
 A repeated migration writes only what is missing, because uids and file names derive from the place in the source.
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from rollstream.consumers.files.atomic_files import replacing, write_json
+from rollstream.consumers.trainers.sample_rollouts import FieldNames, sample_rollouts
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
@@ -42,7 +43,7 @@ from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
 
-_RUN = "run:"
+_RUN, _SAMPLES = "run:", "samples:"
 _IDENTITY = "rollstream.source"
 _ROLLOUTS_A_TRANSACTION = 1000
 _SHOWN = 20
@@ -58,6 +59,8 @@ class SourceBatch(NamedTuple):
     reason: str = ""
     records: int = 1
     """Number of batches lost by the error."""
+    rollout: Rollout | None = None
+    """In place of a batch, a rollout that needs no conversion."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,16 @@ class MigrationTarget(Protocol):
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream migrate`."""
     set_handler(parser, migrate, example="rollstream migrate old-rollouts run:main", json=True)
-    parser.add_argument("source", metavar="SOURCE", help="an Avro file, or a directory of Avro files")
+    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of Avro files, or samples:RUN")
     parser.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
     parser.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
+    parser.add_argument(
+        "--field",
+        action="append",
+        default=[],
+        metavar="NAME=FIELD",
+        help="with samples:RUN, the field that holds the reward, for instance, if it is not verl's (reward=rm_scores)",
+    )
 
 
 def migrate(config: RunConfig, args: argparse.Namespace) -> int:
@@ -143,7 +153,7 @@ def migrate(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         target = _DirectoryTarget(Path(args.target), Path(args.source))
     report, expected = MigrationReport(), dict[str, str]()
-    for portion in _file_portions(Path(args.source)):
+    for portion in _portions(config, args):
         target.write(portion, report, expected)
     target.close(report, expected)
     summary = {"source": args.source, "target": args.target, "dry_run": args.dry_run, **report.as_dict()}
@@ -175,6 +185,9 @@ def _text(report: MigrationReport, args: argparse.Namespace) -> str:
 
 def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
     """Count a batch, add its invalid rollouts to the refused rollouts, and return its valid rollouts."""
+    if read.rollout is not None:
+        report.read[read.rollout.environment] += 1
+        return (read.rollout,)
     if read.batch is None:
         report.read[""] += read.records
         report.refused.append(RefusedRollout(read.place, "", read.reason, read.records))
@@ -188,6 +201,19 @@ def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
 
 
 # ---------------------------------------------------------------------- sources
+
+
+def _portions(config: RunConfig, args: argparse.Namespace) -> Iterable[SourcePortion]:
+    if not args.source.startswith(_SAMPLES):
+        return _file_portions(Path(args.source))
+    run, names = args.source[len(_SAMPLES) :], FieldNames.of(args.field)
+    topic = topic_name(run, "samples")
+    ends = "-".join(str(end) for _partition, (_begin, end) in sorted(topic_admin.bounds(config.kafka, topic).items()))
+    samples = (
+        SourceBatch(sample.place, None, sample.reason, rollout=sample.rollout)
+        for sample in sample_rollouts(config.kafka, run, names)
+    )
+    return [SourcePortion(f"{topic}.avro", f"{topic}@{ends}", samples)]
 
 
 def _file_portions(source: Path) -> Iterator[SourcePortion]:
