@@ -12,15 +12,14 @@ from typing import NamedTuple
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.weights.manifests import ROLLBACK_OF
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.retired_learners import retired_learners
+from rollstream.topics.control.named_records import retired_learners
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.logs import event
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from rollstream.topics.wire.catalogue import topic_name

@@ -24,7 +24,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
-from rollstream.topics.records.batch_uses import names_of
+from rollstream.topics.records.learner import names_of
 from rollstream.topics.wire.params_digest import params_digest
 from rollstream.topics.wire.trajectory_arrays import Tree, flatten
 

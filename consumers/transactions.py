@@ -15,12 +15,17 @@ from typing import Generic, NamedTuple, NoReturn, TypeVar
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, Fenced, Lapsed, RollstreamError
-from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
+from rollstream.topics.kafka.client_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.transaction_errors import Decision
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import ABORT, Transaction, TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import (
+    ABORT,
+    Decision,
+    Transaction,
+    TransactionalProducer,
+    TransactionFailed,
+    transactional_id,
+)
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.records.fates import DETAIL_LIMIT, clip

@@ -15,8 +15,8 @@ from typing import Any, Self
 from docker.errors import DockerException, ImageNotFound
 from testcontainers.core.container import DockerContainer
 
+from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.launch_commands import new_cluster_id
-from rollstream.infra.broker.probe import broker_answers
 from rollstream.infra.config import BrokerConfig, image_environment, server_properties
 from rollstream.topics.errors import BrokerUnavailable
 

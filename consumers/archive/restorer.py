@@ -21,12 +21,11 @@ from rollstream.consumers.files.stores import Store
 from rollstream.topics.config import KafkaConfig, RegistryConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.sender import Delivery, Failure, Sender, SendFailed
 from rollstream.topics.kafka.topic_admin import delete_records
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.logs import event
 from rollstream.topics.records import LearnerStep
 from rollstream.topics.wire import codec

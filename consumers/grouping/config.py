@@ -15,7 +15,7 @@ from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
 from rollstream.consumers.grouping.core.rollout_bounds import BOUNDS, Bounds, parse_bounds
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.signatures import check_public_key, parse_environment_keys
 
 _LEAST = {

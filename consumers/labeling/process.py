@@ -34,7 +34,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.groups import GroupMember, MembershipLost
 from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.sender import Delivery

@@ -12,15 +12,14 @@ from rollstream.consumers.labeling.positions import refused_of, source_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.groups import members
 from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, fence, transactional_id
 from rollstream.topics.wire.catalogue import topic_name
 
 _OUTPUTS = {"trajectories": source_of, "rollouts": source_of, "dead-letters": refused_of}

@@ -43,13 +43,12 @@ from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.steering import DesiredState
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import DesiredState, SteeringFollower
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse
-from rollstream.topics.records.batch_uses import left_out_rows, reused_share, without
+from rollstream.topics.records.learner import left_out_rows, reused_share, without
 
 logger = logging.getLogger(__name__)
 

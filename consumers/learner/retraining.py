@@ -25,7 +25,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import LearnerStep
-from rollstream.topics.records.batch_uses import rows_of
+from rollstream.topics.records.learner import rows_of
 
 _MOST_NAMED = 5
 _POLL_S = 1.0

@@ -13,7 +13,7 @@ from rollstream.consumers.trackers.tracker import RolloutTrace, TrackedStep
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, Metrics, Rollout, TrainingBatch, Turn
-from rollstream.topics.records.batch_uses import trained_rows
+from rollstream.topics.records.learner import trained_rows
 
 
 class BatchedRollout(NamedTuple):

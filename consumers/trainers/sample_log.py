@@ -20,13 +20,12 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, Fenced, RecordTooLarge, TopicError
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import Reader, read_to_end, silence
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.logs import event
 from rollstream.topics.records import SampleField, SamplesCleared
 from rollstream.topics.wire.catalogue import topic_name

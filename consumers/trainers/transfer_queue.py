@@ -40,7 +40,7 @@ from rollstream.consumers.trainers.sample_log import (
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.kafka.transactions import fence, transactional_id
 from rollstream.topics.records import SampleField
 from rollstream.topics.wire.catalogue import topic_name
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.topics.records.array_layout import dtype_of
+from rollstream.topics.records.arrays import dtype_of
 
 _FLOATS = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
 

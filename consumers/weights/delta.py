@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.topics.records import PolicyManifest, Tensor
-from rollstream.topics.records.array_layout import dtype_of, little_endian_view
+from rollstream.topics.records.arrays import dtype_of, little_endian_view
 from rollstream.topics.wire.params_digest import TensorDigest
 
 LARGEST_SHARE = 0.5

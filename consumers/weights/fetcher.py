@@ -21,7 +21,7 @@ from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
-from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.logs import event

@@ -20,7 +20,7 @@ from rollstream.consumers.weights.content import ZSTD, Arrays, Content, NotCompr
 from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
-from rollstream.topics.records.array_layout import dtype_of, little_endian_view
+from rollstream.topics.records.arrays import dtype_of, little_endian_view
 from rollstream.topics.wire.params_digest import LARGE_BYTES, TensorDigest, described, tensor_digests, tree_digest
 
 _MOST_NAMED = 8

@@ -22,16 +22,29 @@ from rollstream.infra.broker.broker_start import (
     start_together,
 )
 from rollstream.infra.broker.broker_state import BrokerState, find, read, read_cluster
+from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.ports import choose_port, free_port
-from rollstream.infra.broker.probe import broker_answers
 from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, is_running, send
 from rollstream.infra.broker.providers import choose_local, external_kafka
-from rollstream.infra.broker.stopping import Stopping
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+
+
+class Stopping:
+    """Calls `stop` at the end of a with block; subclasses define it."""
+
+    def stop(self) -> None:
+        """Stop what was started."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class LocalBroker(Stopping):

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self, TypeVar
 
-from rollstream.infra.broker import topology
-from rollstream.infra.broker.broker import LocalBroker
+from rollstream.infra.broker import kafka_protocol
+from rollstream.infra.broker.broker import LocalBroker, Stopping
 from rollstream.infra.broker.broker_start import PlannedBroker, retry_taken_ports, start_together
 from rollstream.infra.broker.broker_state import ClusterState, read_cluster, write_cluster
 from rollstream.infra.broker.launch_commands import new_cluster_id
 from rollstream.infra.broker.ports import free_ports, is_free, port_before, port_in_use
 from rollstream.infra.broker.process_identity import send
 from rollstream.infra.broker.providers import choose_local
-from rollstream.infra.broker.stopping import Stopping
 from rollstream.infra.config import BrokerConfig, BrokerLayout, ClusterNode
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
 from rollstream.topics.logs import event
@@ -138,17 +137,17 @@ class LocalCluster(Stopping):
         """Return the index of the node that leads a partition."""
 
         def ask(host: str, port: int) -> int:
-            for replicas in topology.topology(host, port).partitions:
+            for replicas in kafka_protocol.topology(host, port).partitions:
                 if (replicas.topic, replicas.partition) == (topic, partition) and replicas.leader > 0:
                     return replicas.leader - 1
-            raise topology.NotKnownYet(f"{topic}[{partition}] has no leader")
+            raise kafka_protocol.NotKnownYet(f"{topic}[{partition}] has no leader")
 
         return self._ask(ask, f"the leader of {topic}[{partition}]", timeout_s)
 
     def group_coordinator(self, group: str, *, timeout_s: float = 30.0) -> int:
         """Return the index of the node that coordinates a consumer group."""
         return self._ask(
-            lambda host, port: topology.group_coordinator(host, port, group) - 1,
+            lambda host, port: kafka_protocol.group_coordinator(host, port, group) - 1,
             f"the coordinator of group {group}",
             timeout_s,
         )
@@ -156,7 +155,7 @@ class LocalCluster(Stopping):
     def transaction_coordinator(self, transactional_id: str, *, timeout_s: float = 30.0) -> int:
         """Return the index of the node that coordinates a transactional id."""
         return self._ask(
-            lambda host, port: topology.transaction_coordinator(host, port, transactional_id) - 1,
+            lambda host, port: kafka_protocol.transaction_coordinator(host, port, transactional_id) - 1,
             f"the coordinator of transactional id {transactional_id}",
             timeout_s,
         )
@@ -164,7 +163,7 @@ class LocalCluster(Stopping):
     def active_controller(self, *, timeout_s: float = 30.0) -> int:
         """Return the index of the active controller's node."""
         return self._ask(
-            lambda host, port: topology.active_controller(host, port) - 1, "the active controller", timeout_s
+            lambda host, port: kafka_protocol.active_controller(host, port) - 1, "the active controller", timeout_s
         )
 
     def await_live(self, indices: Iterable[int], timeout_s: float = 60.0) -> None:
@@ -173,9 +172,9 @@ class LocalCluster(Stopping):
         for node in self.running:
 
             def ask(host: str, port: int) -> bool:
-                missing = wanted - topology.topology(host, port).live
+                missing = wanted - kafka_protocol.topology(host, port).live
                 if missing:
-                    raise topology.NotKnownYet(f"nodes {sorted(missing)} are not live")
+                    raise kafka_protocol.NotKnownYet(f"nodes {sorted(missing)} are not live")
                 return True
 
             self._ask(ask, f"whether node {node + 1} sees nodes {sorted(wanted)} as live", timeout_s, [node])
@@ -187,9 +186,9 @@ class LocalCluster(Stopping):
         """
 
         def ask(host: str, port: int) -> bool:
-            for partition in topology.topology(host, port).partitions:
+            for partition in kafka_protocol.topology(host, port).partitions:
                 if set(partition.in_sync) != set(partition.replicas):
-                    raise topology.NotKnownYet(
+                    raise kafka_protocol.NotKnownYet(
                         f"{partition.topic}[{partition.partition}] is in sync on {partition.in_sync} of "
                         f"{partition.replicas}"
                     )
@@ -208,7 +207,7 @@ class LocalCluster(Stopping):
                 config = self._configs[index]
                 try:
                     return question(config.host, config.port)
-                except (OSError, topology.NotKnownYet) as error:
+                except (OSError, kafka_protocol.NotKnownYet) as error:
                     last = error
             time.sleep(0.05)
         raise DeadlineExceeded(

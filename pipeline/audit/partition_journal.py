@@ -15,7 +15,7 @@ from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable, Values, offsets_named
 from rollstream.topics.records import FateCount, Int64, JournalRecord
 from rollstream.topics.records.fates import DROPPED, FATES, dropped_for, fate_and_reason
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 
 IN_FLIGHT = "in_flight"
 PLACES = (IN_FLIGHT, *FATES)

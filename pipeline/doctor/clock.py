@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
-from rollstream.topics.kafka import granted_permissions, topic_admin
+from rollstream.topics.kafka import access_control, topic_admin
 from rollstream.topics.kafka.records import Place
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
@@ -93,5 +93,5 @@ def compared(newest_stamps: Callable[[], dict[Place, int]], watched_s: float = _
 def _stamped_partitions(config: RunConfig) -> list[Place]:
     """Partitions of the topics whose records brokers stamp and that this user may see."""
     topics = [topic_name(config.run, spec.name) for spec in CATALOGUE if spec.append_time]
-    seen = [name for name, may in granted_permissions.topic_operations(config.kafka, topics).items() if may]
+    seen = [name for name, may in access_control.topic_operations(config.kafka, topics).items() if may]
     return [(name, number) for name in seen for number in range(topic_admin.partitions_of(config.kafka, name))]

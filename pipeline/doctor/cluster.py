@@ -7,7 +7,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding, Level
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, ConfigurationError, RollstreamError, TopicError
-from rollstream.topics.kafka import granted_permissions, provisioning, topic_admin
+from rollstream.topics.kafka import access_control, provisioning, topic_admin
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _OLDEST_BROKER = (4, 0)
@@ -20,9 +20,9 @@ _SET = "set topics.partitions, and topics.weights_partitions, to the numbers tha
 
 def check_versions(config: RunConfig) -> Iterator[Finding]:
     """Yield a finding on the versions of the client and the brokers."""
-    ours = f"rollstream {version('rollstream')}, librdkafka {granted_permissions.client_version()}"
+    ours = f"rollstream {version('rollstream')}, librdkafka {access_control.client_version()}"
     try:
-        broker = granted_permissions.broker_version(config.kafka)
+        broker = access_control.broker_version(config.kafka)
     except ConfigurationError:
         yield Finding(
             check="versions", level="note", text=f"{ours}; the brokers' version cannot be determined from here"

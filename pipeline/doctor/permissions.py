@@ -12,7 +12,7 @@ from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.kafka import granted_permissions
+from rollstream.topics.kafka import access_control
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _IMPLIED = {"Read": {"Describe"}, "Write": {"Describe"}, "Delete": {"Describe"}, "AlterConfigs": {"DescribeConfigs"}}
@@ -45,9 +45,7 @@ class _Role:
 def check_permissions(config: RunConfig, role: str, flags: str = "") -> Iterator[Finding]:
     """Yield findings on rights that the user of these settings lacks for a role, and on rights that neither the role
     nor others with its principal need. The commands of the remedies end in `flags`."""
-    topics = granted_permissions.topic_operations(
-        config.kafka, [topic_name(config.run, spec.name) for spec in CATALOGUE]
-    )
+    topics = access_control.topic_operations(config.kafka, [topic_name(config.run, spec.name) for spec in CATALOGUE])
     if any((operations or frozenset()) >= _EVERYTHING for operations in topics.values()):
         yield Finding(
             check=_CHECK,
@@ -61,7 +59,7 @@ def check_permissions(config: RunConfig, role: str, flags: str = "") -> Iterator
     checked = _Role(role, access_rules(config, role), allowed, flags)
     faults = [
         *_compared("topic", topics, checked),
-        *_compared("group", granted_permissions.group_operations(config.kafka, _names(config, "groups")), checked),
+        *_compared("group", access_control.group_operations(config.kafka, _names(config, "groups")), checked),
         *_transactional_ids(config, checked),
         *_of_cluster(config, role),
     ]
@@ -110,7 +108,7 @@ def _compared(resource: str, may: Mapping[str, frozenset[str] | None], role: _Ro
 
 def _transactional_ids(config: RunConfig, role: _Role) -> Iterator[Finding]:
     try:
-        writable = granted_permissions.writable_ids(config.kafka, _names(config, "transactional_ids"))
+        writable = access_control.writable_ids(config.kafka, _names(config, "transactional_ids"))
     except ConfigurationError as error:
         yield Finding(check=_CHECK, level="note", text=f"transactional ids were not checked: {error}")
         return
@@ -133,7 +131,7 @@ def _transactional_ids(config: RunConfig, role: _Role) -> Iterator[Finding]:
 
 
 def _of_cluster(config: RunConfig, role: str) -> Iterator[Finding]:
-    beyond = granted_permissions.cluster_operations(config.kafka)
+    beyond = access_control.cluster_operations(config.kafka)
     if beyond:
         yield Finding(
             check=_CHECK,

@@ -13,7 +13,7 @@ from rollstream.pipeline.audit.committed_tasks import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import AccessDenied, RollstreamError
-from rollstream.topics.kafka import granted_permissions, topic_admin
+from rollstream.topics.kafka import access_control, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.catalogue import topic_name
 
@@ -70,7 +70,7 @@ def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:
     grouping has no state yet.
     """
     topic, group = topic_name(config.run, "rollouts"), config.grouper.group_id(config.run)
-    if granted_permissions.group_operations(config.kafka, [group])[group] == frozenset():
+    if access_control.group_operations(config.kafka, [group])[group] == frozenset():
         # Without this check, the client would request the offsets of such a group again and again.
         raise AccessDenied(f"this user may not Describe group {group}")
     bounds = topic_admin.bounds(config.kafka, topic)

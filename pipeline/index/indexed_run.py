@@ -32,7 +32,7 @@ from rollstream.topics.records import (
     TrainingBatch,
 )
 from rollstream.topics.records.fates import BATCHED, DROPPED
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as
 from rollstream.topics.wire.validation import decode_journal

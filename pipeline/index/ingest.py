@@ -28,7 +28,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.metrics.catalogue import SUBJECTS
 from rollstream.topics.records import JournalRecord, LearnerStep, Metrics, Rollout, TrainingBatch
 from rollstream.topics.records.fates import DROPPED
-from rollstream.topics.records.offset_ranges import spans_of
+from rollstream.topics.records.journal import spans_of
 from rollstream.topics.wire.catalogue import name_in_run
 from rollstream.topics.wire.validation import batch_problems
 

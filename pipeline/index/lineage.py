@@ -16,7 +16,7 @@ from rollstream.pipeline.plain_values import decoded, time_text
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.records.fates import BATCHED, DROPPED
-from rollstream.topics.records.offset_ranges import spans_of, to_ranges
+from rollstream.topics.records.journal import spans_of, to_ranges
 
 _LOST = "a batch that the log does not hold where the index says"
 

@@ -17,7 +17,7 @@ from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, FinishedOffsets, JournalRecord, LearnerStep, PolicyManifest
-from rollstream.topics.records.offset_ranges import spans_of
+from rollstream.topics.records.journal import spans_of
 from rollstream.topics.wire.catalogue import name_in_run
 from rollstream.topics.wire.codec import kind_of, leading_text
 from rollstream.topics.wire.validation import entry_problems

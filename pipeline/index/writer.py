@@ -25,7 +25,7 @@ from rollstream.pipeline.run.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
-from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord, TrainingBatch

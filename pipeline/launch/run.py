@@ -40,8 +40,7 @@ from rollstream.pipeline.run.workspace import log_to
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.run_page import RunPage
-from rollstream.topics.control.steering import DesiredState
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import DesiredState, SteeringFollower
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 

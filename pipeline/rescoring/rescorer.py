@@ -19,13 +19,12 @@ from rollstream.producers.environments.verifier_pool import VerifierFailed, Veri
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.records import RescoredRollout, Rollout
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import topic_name

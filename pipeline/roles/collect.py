@@ -12,7 +12,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.user_code import load_object
 

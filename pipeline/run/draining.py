@@ -24,7 +24,7 @@ from rollstream.pipeline.run.control_run import is_labeling_behind
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control import steering
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end

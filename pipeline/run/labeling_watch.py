@@ -13,7 +13,7 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RollstreamError
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.reader import Reader, ends_of_records
 from rollstream.topics.logs import event
 from rollstream.topics.wire.catalogue import topic_name

@@ -21,8 +21,7 @@ from rollstream.pipeline.audit.record_counts import RecordCounts
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
 from rollstream.pipeline.run.stalled_stage import FlowFacts
 from rollstream.topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
-from rollstream.topics.records.journal_counts import JournalCounts
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import JournalCounts, from_ranges
 
 WINDOW_S = 10
 """Number of whole seconds over which rates are averaged."""

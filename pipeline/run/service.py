@@ -19,8 +19,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import HEARTBEATS, Heartbeats
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.catalogue import COMMON, of_role
-from rollstream.topics.metrics.exposition import CONTENT_TYPE, Exposition
-from rollstream.topics.metrics.values import VALUES, MetricValues
+from rollstream.topics.metrics.values import CONTENT_TYPE, VALUES, Exposition, MetricValues
 
 logger = logging.getLogger(__name__)
 _REQUEST_S = 10.0

@@ -23,12 +23,11 @@ from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, StateRefused, TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
 from rollstream.topics.user_code import load_file
 from rollstream.topics.wire.catalogue import name_in_run, topic_name

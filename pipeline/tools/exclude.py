@@ -34,7 +34,7 @@ from rollstream.pipeline.tools.exclusion_report import (
 )
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
 
 _ROWS = 40

@@ -18,13 +18,12 @@ from rollstream.pipeline.plain_values import decoded
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end, records_between
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.records import JournalRecord, Mark, Rollout
 from rollstream.topics.records.fates import OTHER_ENVIRONMENTS
 from rollstream.topics.wire.catalogue import topic_name

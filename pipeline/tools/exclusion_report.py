@@ -21,7 +21,7 @@ from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch, Rollout, TrainingBatch
 from rollstream.topics.records.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

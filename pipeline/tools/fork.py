@@ -26,8 +26,7 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.batch_run import first_record
 from rollstream.pipeline.tools.topics import provision
 from rollstream.producers.flow.mixture_states import MIXTURE, newest_states
-from rollstream.topics.control.forked_learners import write_fork
-from rollstream.topics.control.named_records import write_named
+from rollstream.topics.control.named_records import write_fork, write_named
 from rollstream.topics.control.steering import desired_state
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients

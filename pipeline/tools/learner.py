@@ -7,13 +7,11 @@ from rollstream.consumers.step_log import all_steps, read_publications
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.forked_learners import forked_learners
-from rollstream.topics.control.named_records import write_named
-from rollstream.topics.control.retired_learners import RETIRED, retired_learners
+from rollstream.topics.control.named_records import RETIRED, forked_learners, retired_learners, write_named
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.kafka.transactions import fence, transactional_id
 from rollstream.topics.records import RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 

@@ -52,8 +52,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
 from rollstream.pipeline.plain_values import compact, time_text
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.forked_learners import forked_learners
-from rollstream.topics.control.retired_learners import retired_learners
+from rollstream.topics.control.named_records import forked_learners, retired_learners
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions

@@ -40,7 +40,7 @@ from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Drop, JournalRecord, TrainingBatch, batch_numbers
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from rollstream.topics.wire.catalogue import topic_name
 
 _FIXED = ("generation",)

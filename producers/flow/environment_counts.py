@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rollstream.topics.records import FateCount
 from rollstream.topics.records.fates import BATCHED, DEAD_LETTERED, DROPPED, fate_and_reason
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 
 
 class EnvironmentCounts:

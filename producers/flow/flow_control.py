@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 from rollstream.producers.config import CapacityConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records.fates import BATCHED, DEAD_LETTERED, DROPPED, fate_and_reason
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 
 _GROUPS_REMEMBERED = 64
 _UNKNOWN = -1

@@ -15,7 +15,7 @@ from rollstream.producers.flow.flow_control import PartitionProgress, RunProgres
 from rollstream.producers.flow.learner_consumption import LearnerConsumption
 from rollstream.producers.flow.tailer import Tailer
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.retired_learners import note_retired
+from rollstream.topics.control.named_records import note_retired
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
@@ -23,7 +23,7 @@ from rollstream.topics.kafka.reader import ends_of_records, read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 from rollstream.topics.wire.catalogue import topic_name
 
 _FIRST_LOOK_BACK = 16

@@ -19,7 +19,7 @@ from rollstream.producers.gateway.server import GatewayServer, serve_until
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 
 
 async def run_gateway(

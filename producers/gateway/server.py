@@ -24,7 +24,7 @@ from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.admission import authorised
 from rollstream.topics.errors import RecordError
 from rollstream.topics.logs import event
-from rollstream.topics.metrics.exposition import CONTENT_TYPE, text_of
+from rollstream.topics.metrics.values import CONTENT_TYPE, text_of
 from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)

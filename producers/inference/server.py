@@ -42,7 +42,7 @@ from rollstream.producers.inference.event_stream import EventStream
 from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
-from rollstream.topics.metrics.exposition import CONTENT_TYPE, text_of
+from rollstream.topics.metrics.values import CONTENT_TYPE, text_of
 from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)

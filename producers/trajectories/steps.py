@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.array_layout import dtype_name
+from rollstream.topics.records.arrays import dtype_name
 from rollstream.topics.wire.trajectory_arrays import CONTROL_MODES, Tree, flatten
 
 Leaves = Mapping[str, NDArray[Any]]

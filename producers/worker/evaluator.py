@@ -24,7 +24,7 @@ from rollstream.producers.worker.evaluation_figures import prompts_named
 from rollstream.producers.worker.graceful_stop import finish_or_stop
 from rollstream.producers.worker.group_player import EpisodeFailed
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import RecordError
 from rollstream.topics.heartbeats import START, beat, beating
 from rollstream.topics.kafka.reader import read_to_end

@@ -20,8 +20,7 @@ from rollstream.producers.worker.rollout_outlet import RolloutOutlet
 from rollstream.producers.worker.worker import Worker, WorkerReport
 from rollstream.producers.worker.worker_steering import WorkerSteering
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.steering import WORKERS
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import WORKERS, SteeringFollower
 
 
 async def run_worker(

@@ -8,8 +8,7 @@ from rollstream.producers.flow.flow_control import FlowControl
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.worker.local_gateway import LocalGateway
-from rollstream.topics.control.steering import SERVERS, WORKERS, DesiredState
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SERVERS, WORKERS, DesiredState, SteeringFollower
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 

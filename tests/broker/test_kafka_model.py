@@ -18,7 +18,7 @@ from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, groups, open_transactions, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition
-from rollstream.topics.kafka.transaction_errors import decide
+from rollstream.topics.kafka.transactions import decide
 from tests.simulation.cluster import Cluster
 from tests.simulation.installation import World, installed
 from tests.simulation.scheduler import Process, Scheduler

@@ -15,7 +15,7 @@ from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.records import LearnerStep
-from rollstream.topics.wire.params_checksum import params_checksum
+from rollstream.topics.wire.params_digest import params_checksum
 from tests.broker.test_learner import SETTINGS
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches

@@ -16,8 +16,7 @@ from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.topics.wire.params_checksum import params_checksum
-from rollstream.topics.wire.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_checksum, params_digest
 from tests.broker.test_learner_team import STEPS, finish, kill_one, last_params, retrained, start, steps_of
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun, with_batches

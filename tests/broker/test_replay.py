@@ -10,7 +10,7 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import LearnerStep
-from rollstream.topics.records.batch_uses import rows_of, trained_rows
+from rollstream.topics.records.learner import rows_of, trained_rows
 from rollstream.topics.wire.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches

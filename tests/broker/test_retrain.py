@@ -13,7 +13,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.settings import file_layers
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.forked_learners import forked_learners
+from rollstream.topics.control.named_records import forked_learners
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep

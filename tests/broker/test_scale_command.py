@@ -18,7 +18,7 @@ from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import TopicsConfig
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.kafka.groups import members
 from tests.model.test_scale_command import PARTITIONS, said
 from tests.support.runs import RealRun, rollout

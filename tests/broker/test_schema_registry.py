@@ -23,8 +23,8 @@ from rollstream.topics.config import KafkaConfig, RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, SchemaRefused
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.registry.ids import SchemaIds
-from rollstream.topics.kafka.registry.subjects import FRAME_HEADER, registered_text, subject_of
+from rollstream.topics.kafka.registry.client import FRAME_HEADER, registered_text, subject_of
+from rollstream.topics.kafka.registry.writers import SchemaIds
 from rollstream.topics.records import Mark, TrainingBatch, same
 from rollstream.topics.wire.catalogue import CATALOGUE, spec_of, topic_name
 from rollstream.topics.wire.codec import REGISTRY_MAGIC, decode, encode, kind_of, record_of, schemas

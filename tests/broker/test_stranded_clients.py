@@ -12,8 +12,8 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, provisioning, stranded_clients
-from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka import clients, connection, provisioning
+from rollstream.topics.kafka.groups import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure
@@ -86,7 +86,7 @@ def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so
 def test_readers_read_on(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
+    monkeypatch.setattr(connection, "SILENT_S", 1.0)
     topic, readers = run.topic("rollouts"), []
     for whole in ATTEMPTS:
         with broker.links["clients"].brokerless(after=whole):
@@ -107,7 +107,7 @@ def test_clients_that_only_wait_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The topic has no records, and then the broker does not answer for a while."""
-    monkeypatch.setattr(stranded_clients, "SILENT_S", 0.0)
+    monkeypatch.setattr(connection, "SILENT_S", 0.0)
     topic = run.topic("rollouts")
     member = joining(kafka, run.name, topic)
     with Reader(kafka) as idle, member:
@@ -138,7 +138,7 @@ def reads_on_or_was_fenced(member: GroupMember) -> bool:
 def test_group_members_read_on_or_say_that_they_are_lost(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
+    monkeypatch.setattr(connection, "SILENT_S", 1.0)
     topic, members = run.topic("rollouts"), []
     for number, whole in enumerate(ATTEMPTS):
         with broker.links["clients"].brokerless(after=whole):
@@ -166,7 +166,7 @@ def test_senders_report_lost_records_and_send_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also those that only send and never wait, as writers of metrics do."""
-    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
+    monkeypatch.setattr(connection, "SILENT_S", 1.0)
     topic, senders = run.topic("rollouts"), []
     for whole in (*range(4), *range(4)):
         failures: list[Failure] = []

@@ -16,8 +16,7 @@ from rollstream.topics.config import TracesConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.traces.identity import trace_of_group, trace_of_step
-from rollstream.topics.traces.spans import start
+from rollstream.topics.traces.spans import start, trace_of_group, trace_of_step
 from rollstream.topics.wire.codec import decode_as
 from tests.support.otlp_collector import OtlpCollector, ReceivedSpan
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout

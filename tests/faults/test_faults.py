@@ -22,7 +22,7 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, hanging_transactions
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import transactional_id
 from rollstream.topics.wire.keys import encode_key
 from tests.faults.conftest import SESSION_S, make_run
 from tests.faults.groupers import TRANSACTION_S, Supervised, await_logged, await_restored, grouper

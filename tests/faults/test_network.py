@@ -22,7 +22,7 @@ from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.requests import SampleRequest
-from rollstream.topics.kafka import groups, stranded_clients, topic_admin
+from rollstream.topics.kafka import connection, groups, topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.records import LearnerStep
@@ -309,7 +309,7 @@ def test_senders_whose_links_fail_for_a_minute_deliver_every_record(
             linked.links[name].become(weather)
             sender.send(run.topic("metrics"), b"during", on_delivery=delivered.append)
             senders.append(sender)
-        deadline = time.monotonic() + 2 * stranded_clients.SILENT_S - 2
+        deadline = time.monotonic() + 2 * connection.SILENT_S - 2
         while time.monotonic() < deadline:
             for sender in senders:
                 sender.poll(0.05)

@@ -12,8 +12,7 @@ from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import JournalRecord
-from rollstream.topics.records.journal_counts import JournalCounts
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import JournalCounts, from_ranges
 from rollstream.topics.wire.codec import decode, decode_as, encode
 from rollstream.topics.wire.keys import decode_key
 from tests.support.flood import Flood

@@ -24,7 +24,7 @@ from rollstream.topics.records import (
     TrainingBatch,
     TrajectoryRecord,
 )
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 from rollstream.topics.wire.codec import RECORD_TYPES, decode, encode
 from rollstream.topics.wire.rl_examples import batch_digest, examples_of

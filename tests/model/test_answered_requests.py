@@ -14,7 +14,7 @@ from rollstream.pipeline.control import steering
 from rollstream.pipeline.run.run_lease import RunLease
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.unit.pipeline.run.test_steered_processes import Roles

@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import groups
-from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.groups import GroupMember
 from tests.support.runs import RealRun
 
 

@@ -19,7 +19,7 @@ from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.topics.control.paused_partitions import pause
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.kafka.transactions import fence, transactional_id
 from rollstream.topics.records import Metrics
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

@@ -23,7 +23,7 @@ from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.groups import GroupMember
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import JournalRecord, Mark, Metrics, TrainingBatch
 from rollstream.topics.records.fates import DROPPED

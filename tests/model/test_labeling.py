@@ -25,8 +25,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer
+from rollstream.topics.kafka.transactions import TransactionalProducer, transactional_id
 from rollstream.topics.records import same
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.keys import encode_key, partition_of

@@ -24,7 +24,7 @@ from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import transactional_id
 from rollstream.topics.records import BatchUse, DrainRequest, LearnerStep, PolicyManifest
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

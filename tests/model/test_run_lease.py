@@ -12,7 +12,7 @@ from rollstream.infra.broker.process_identity import ProcessIdentity
 from rollstream.pipeline.run.run_lease import RENEW_S, RunLease
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.control import steering
-from rollstream.topics.control.steering_follower import SteeringFollower
+from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.records import RunSupervisor

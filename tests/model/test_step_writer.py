@@ -16,7 +16,7 @@ from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.kafka.transactions import fence, transactional_id
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from rollstream.topics.wire.keys import decode_key
 from tests.support.batches import random_batch, send_batches

@@ -18,8 +18,7 @@ from kafka.coordinator.assignors.range import RangePartitionAssignor
 
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.kafka.group_member import GroupMember
-from rollstream.topics.kafka.groups import GroupAssignment, group_assignment
+from rollstream.topics.kafka.groups import GroupAssignment, GroupMember, group_assignment
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 

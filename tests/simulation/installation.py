@@ -15,10 +15,10 @@ from confluent_kafka import Consumer, Producer
 from rollstream.consumers import transactions as publishing
 from rollstream.consumers.grouping.process import punctuator
 from rollstream.consumers.grouping.process.broker_clock import BrokerClock
-from rollstream.topics.kafka import clients, group_member, hanging_transactions, open_transactions
+from rollstream.topics.kafka import clients, groups, hanging_transactions, open_transactions
 from rollstream.topics.kafka import reader as kafka_reader
 from rollstream.topics.kafka import transactions as producing
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from tests.simulation.cluster import OUTSIDE, Cluster
 from tests.simulation.model_admin import ModelAdmin
 from tests.simulation.model_consumer import ModelConsumer
@@ -123,7 +123,7 @@ def installed(world: World) -> Iterator[None]:
         patch.setattr(publishing, "BoundedCalls", ModelCalls)
         patch.setattr(producing, "BoundedCalls", ModelCalls)
         patch.setattr(kafka_reader, "BoundedCalls", ModelCalls)
-        patch.setattr(group_member, "BoundedCalls", ModelCalls)
+        patch.setattr(groups, "BoundedCalls", ModelCalls)
         patch.setattr(punctuator, "BrokerClock", partial(BrokerClock, now, now))
         for name in ("open_on", "open_on_offsets"):
             patch.setattr(hanging_transactions, name, nothing_hangs)

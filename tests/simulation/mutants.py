@@ -14,8 +14,7 @@ from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.transaction_errors import Decision, decide
-from rollstream.topics.kafka.transactions import Transaction
+from rollstream.topics.kafka.transactions import Decision, Transaction, decide
 from tests.simulation.cluster import Cluster
 from tests.simulation.schedule import RUN
 

@@ -31,7 +31,7 @@ from rollstream.topics.records import (
     TrainingBatch,
     Turn,
 )
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

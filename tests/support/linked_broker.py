@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.launch_commands import prepare
 from rollstream.infra.broker.ports import free_ports
-from rollstream.infra.broker.probe import broker_answers
 from rollstream.infra.broker.providers import choose_local
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from tests.support.faulty_network import HOST, Link

@@ -24,9 +24,9 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
+from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.launch_commands import prepare
 from rollstream.infra.broker.ports import free_ports
-from rollstream.infra.broker.probe import broker_answers
 from rollstream.infra.broker.providers import choose_local
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from tests.support.certificates import HOST, Authority, Pair

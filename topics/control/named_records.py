@@ -1,4 +1,7 @@
-"""Records of `control` about something with a name. The newest record of a name is valid; a tombstone withdraws it."""
+"""Records of `control` about something with a name, such as a learner that was retired or forked into the run.
+
+The newest record of a name is valid; a tombstone withdraws it.
+"""
 
 from typing import TypeVar
 
@@ -9,6 +12,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import ForkedLearner, RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import decode_key, encode_key
@@ -49,3 +53,31 @@ def note_named(
             held[str(key[1])] = record
         elif message.value is None:
             held.pop(str(key[1]), None)
+
+
+FORKED = "forked"
+"""First part of the key of a record of a forked learner; the second is its name."""
+
+
+def forked_learners(kafka: KafkaConfig, run: str) -> dict[str, ForkedLearner]:
+    """Return the learners forked into a run by name; none if the run has no topic `control`."""
+    return read_named(kafka, run, FORKED, ForkedLearner)
+
+
+def write_fork(kafka: KafkaConfig, run: str, learner: str, record: ForkedLearner | None) -> None:
+    """Put a learner forked into `run` on record, or withdraw its record."""
+    write_named(kafka, run, FORKED, learner, record)
+
+
+RETIRED = "retired"
+"""First part of the key of a record that retires a learner; the second is its name."""
+
+
+def retired_learners(kafka: KafkaConfig, run: str) -> dict[str, RetiredLearner]:
+    """Return the retired learners by name; none if the run has no topic `control`."""
+    return read_named(kafka, run, RETIRED, RetiredLearner)
+
+
+def note_retired(retired: dict[str, RetiredLearner], message: KafkaRecord, skipped: SkippedRecords) -> None:
+    """Update `retired` from a record of `control`; other kinds of records change nothing."""
+    note_named(retired, RETIRED, RetiredLearner, message, skipped)

@@ -4,19 +4,24 @@ A tombstone withdraws a decision. Processes that act on decisions follow the top
 machine, and also processes that start later.
 """
 
+import logging
 import math
+import threading
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
 from rollstream.topics.records import (
     DesiredProcesses,
     DrainRequest,
@@ -30,6 +35,8 @@ from rollstream.topics.records import (
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import decode_key, encode_key
+
+logger = logging.getLogger(__name__)
 
 WORKERS = "env"
 """Role whose desired number is the number of workers."""
@@ -189,3 +196,53 @@ def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object 
         for name, record in records.items():
             value = None if record is None else encode(record)
             sender.send(topic, value, encode_key(what, name), partition=0, name="the decision")
+
+
+_POLL_S = 0.5
+_PAUSE_S = 10.0
+"""Time until a topic that could not be read is read again."""
+
+
+class SteeringFollower(Closing):
+    """The decisions about a run. `state` is replaced whenever the decisions change, and never altered."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        """Read the decisions in force, and begin to follow the topic. Raises BrokerUnavailable."""
+        self._kafka, self._run = kafka, run
+        self._watch: SteeringWatch | None = SteeringWatch(kafka, run)
+        self.state: DesiredState = deepcopy(self._watch.state)
+        """The decisions in force, as last read."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="steering", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closing.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._read_on()
+            except RollstreamError as error:
+                event(logger, "steering_not_followed", level=logging.WARNING, error=str(error), again_in_s=_PAUSE_S)
+                self._forget_watch()
+                self._closing.wait(_PAUSE_S)
+        self._forget_watch()
+
+    def _read_on(self) -> None:
+        if self._watch is None:
+            self._watch = SteeringWatch(self._kafka, self._run)
+            self._take(self._watch.state)
+        elif self._watch.poll(_POLL_S):
+            self._take(self._watch.state)
+
+    def _take(self, state: DesiredState) -> None:
+        if state != self.state:
+            self.state = deepcopy(state)
+
+    def _forget_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None

@@ -13,7 +13,6 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.kafka.named_producer import NamedProducer
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
 
@@ -21,6 +20,21 @@ if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
 logger = logging.getLogger(__name__)
+
+
+class NamedProducer(Producer):
+    """A producer with its user, which is empty if the settings name none, as with a certificate or a token."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.user = str(settings.get("sasl.username", ""))
+
+
+def user_of(producer: Producer) -> str:
+    """Return the user of a producer; empty if it is not known."""
+    return producer.user if isinstance(producer, NamedProducer) else ""
+
+
 _MIB = 1024 * 1024
 _CONNECT_S = 0.25
 """Longest wait for a producer's connection; after it, the connection is made in the background."""
@@ -84,7 +98,7 @@ def producer(config: KafkaConfig, **overrides: Any) -> Producer:
     client: Callable[[dict[str, Any]], Producer] = NamedProducer
     if config.registry.url:
         # Imported late, because it imports the registry's client.
-        from rollstream.topics.kafka.registry.producer import registry_producer
+        from rollstream.topics.kafka.registry.writers import registry_producer
 
         client = registry_producer(config.registry)
     built = _built(

@@ -14,7 +14,7 @@ from confluent_kafka import IsolationLevel, TopicPartition
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import answer_of, retrying
+from rollstream.topics.kafka.client_calls import answer_of, retrying
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.logs import event
 

@@ -20,7 +20,7 @@ from confluent_kafka.cimpl import NewTopic
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import answer_of, denial, is_fenced, retrying
+from rollstream.topics.kafka.client_calls import answer_of, denial, is_fenced, retrying
 from rollstream.topics.wire.catalogue import CATALOGUE, topic_name
 
 _TIMEOUT_S = 30.0
@@ -81,8 +81,7 @@ def _with_subjects(kafka: KafkaConfig, run: str, plans: list[TopicPlan], *, regi
     """Add the subjects that lack schemas to the plans of their topics; `register` also registers these schemas."""
     if not kafka.registry.url:
         return plans
-    from rollstream.topics.kafka.registry.client import RegistryClient
-    from rollstream.topics.kafka.registry.subjects import subjects_of
+    from rollstream.topics.kafka.registry.client import RegistryClient, subjects_of
 
     lacking: dict[str, list[str]] = {}
     with RegistryClient(kafka.registry, _REGISTRY_TIMEOUT_S) as client:

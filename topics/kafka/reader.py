@@ -16,9 +16,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
-from rollstream.topics.kafka import clients, hanging_transactions, stranded_clients, topic_admin
-from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
-from rollstream.topics.kafka.client_errors import is_unanswered, raise_for, retrying
+from rollstream.topics.kafka import clients, connection, hanging_transactions, topic_admin
+from rollstream.topics.kafka.client_calls import BoundedCalls, Stalled, is_unanswered, raise_for, retrying
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
 from rollstream.topics.logs import event
 
@@ -50,7 +49,7 @@ class Poller(Closing):
         """Partitions that were assigned or revoked since the first message of this poll."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
-        self._heard, self._check = time.monotonic(), stranded_clients.StrandedCheck()
+        self._heard, self._check = time.monotonic(), connection.StrandedCheck()
         self._asked: set[str] = set()
         self._is_committing = False
 
@@ -94,7 +93,7 @@ class Poller(Closing):
     def _note_silence(self, topic: str) -> None:
         """Examine a consumer that has been silent for long, and replace it if it is stranded."""
         now = time.monotonic()
-        if now - self._heard > stranded_clients.SILENT_S:
+        if now - self._heard > connection.SILENT_S:
             self._heard = now  # Now and after the examination, so that no other thread examines it meanwhile.
             if topic and self._check.is_stranded(self._kafka, self._consumer, topic):
                 self._check.clear()

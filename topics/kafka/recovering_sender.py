@@ -15,8 +15,8 @@ from typing import Any, Literal
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients, stranded_clients
-from rollstream.topics.kafka.client_errors import description_of
+from rollstream.topics.kafka import clients, connection
+from rollstream.topics.kafka.client_calls import description_of
 from rollstream.topics.kafka.sender import Failure, Sender
 from rollstream.topics.logs import event
 
@@ -46,7 +46,7 @@ class RecoveringSender(Sender):
         """`overrides` are settings for `clients.producer`; for the others see `Sender`."""
         self._kafka, self._new_producer = kafka, partial(clients.producer, kafka, **overrides)
         self._replacing = threading.Lock()
-        self._check = stranded_clients.StrandedCheck()
+        self._check = connection.StrandedCheck()
         self._stranded: Producer | None = None
         """A producer that is known to be stranded, unless it has been replaced or has reached a broker since."""
         self._purged: list[Producer] = []
@@ -85,7 +85,7 @@ class RecoveringSender(Sender):
         """Replace a stranded producer, and examine one that has been silent for long."""
         if self._stranded is not None:
             self._replace()
-        elif time.monotonic() - self._heard > stranded_clients.SILENT_S:
+        elif time.monotonic() - self._heard > connection.SILENT_S:
             self._heard = time.monotonic()
             examined = self._examination is not None and self._examination.is_alive()
             if len(self._producer) and self._topics and not examined:

@@ -8,8 +8,8 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaExceptio
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError
-from rollstream.topics.kafka.client_errors import fatal_error, refusal
-from rollstream.topics.kafka.named_producer import user_of
+from rollstream.topics.kafka.client_calls import fatal_error, refusal
+from rollstream.topics.kafka.clients import user_of
 
 _LOOK_EVERY_S = 0.1
 _FLUSH_AFTER_ERROR_S = 5.0

@@ -1,7 +1,11 @@
 """Transactions: records and consumer group positions that are committed together or not at all.
 
 A transactional id has one writer at a time; a new writer fences the previous one, and aborts its open transaction.
-`transaction_errors` explains the errors.
+
+Errors are judged in the order fatal, abortable, retriable: after a fatal error the next call fails with a conflict that
+is marked retriable, and a rebalance may appear as an abortable error although the partitions belong to another process
+already. In a transactional id the run comes first, and no run's name contains "/": an access rule for the prefix `exp/`
+covers run `exp` and not run `exp-lr`.
 """
 
 import itertools
@@ -9,22 +13,65 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from typing import Any, Unpack
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, DeliveryError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
-from rollstream.topics.kafka.client_errors import refusal
-from rollstream.topics.kafka.named_producer import user_of
+from rollstream.topics.kafka.client_calls import BoundedCalls, Stalled, refusal
+from rollstream.topics.kafka.clients import user_of
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Delivery, Sender, SendFailed, SendOptions
-from rollstream.topics.kafka.transaction_errors import Decision, decide
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+
+
+class Decision(Enum):
+    """Decision on an error."""
+
+    LEAVE = "the transactional id was taken over: this process ends"
+    RENEW = "the producer is unusable, and nobody took its place: a new producer continues under the same id"
+    GIVE_UP = "the producer is unusable: this process ends, and continues when it is started again"
+    RESTORE = "abort; partitions may belong to another process by now: restore those that are still ours"
+    RESEND = "abort, and send the same records again"
+    CALL_AGAIN = "repeat the same call, which may already have taken effect"
+
+
+_TAKEN_OVER = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
+_NOT_OURS = (
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.FENCED_MEMBER_EPOCH,
+    KafkaError.STALE_MEMBER_EPOCH,
+    # Also occurs if a static member joins again; if a rival caused it, the following abort is fenced.
+    KafkaError.FENCED_INSTANCE_ID,
+    KafkaError._ASSIGNMENT_LOST,
+)
+
+
+def decide(error: KafkaError, *, patient: bool = True) -> Decision:
+    """Decide on an error of a transactional call or of a delivery within a transaction.
+
+    `patient` is false if the call was repeated for too long, or if there is no call to repeat.
+    """
+    code = error.code()
+    if code in _TAKEN_OVER:
+        return Decision.LEAVE
+    if error.fatal():
+        # This state means that the coordinator does not know the aborted transaction, as after a broker's restart. The
+        # coordinator compares epochs first, so no rival caused it.
+        return Decision.RENEW if code == KafkaError.INVALID_TXN_STATE else Decision.GIVE_UP
+    # After a fatal error, every further call fails with a conflict that is marked retriable.
+    if patient and error.retriable() and not error.txn_requires_abort() and code != KafkaError._CONFLICT:
+        return Decision.CALL_AGAIN
+    return Decision.RESTORE if code in _NOT_OURS else Decision.RESEND
+
+
 _FATAL = (Decision.LEAVE, Decision.RENEW, Decision.GIVE_UP)
 _CALL_S = 5.0
 ABORT = "abort_transaction"
@@ -261,3 +308,33 @@ class TransactionalProducer:
     def close(self) -> None:
         """End the thread that runs the calls."""
         self._calls.close()
+
+
+_DENIED = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+
+
+def transactional_id(run: str, role: str, which: str | int = "") -> str:
+    """Return the id of a writer: `{run}/{role}`, or `{run}/{role}/{which}` if the role has several writers."""
+    return f"{run}/{role}" if which == "" else f"{run}/{role}/{which}"
+
+
+def fence(kafka: KafkaConfig, identity: str) -> None:
+    """Fence the producer of a transactional id, so that it cannot commit any more, and abort its open transaction.
+
+    This is for ids under which this process does not write. Raises BrokerUnavailable if the broker does not answer, and
+    AccessDenied if it refuses.
+    """
+    producer = clients.transactional_producer(kafka, identity, logger=logger)
+    deadline = time.monotonic() + kafka.patience_s
+    while True:
+        try:
+            producer.init_transactions(5.0)
+            return
+        except KafkaException as exception:
+            error: KafkaError = exception.args[0]
+            if error.code() in _DENIED:
+                raise AccessDenied(
+                    f"transactional id {identity} cannot be fenced: {error.str()}; grant this user WRITE on it"
+                ) from exception
+            if not error.retriable() or time.monotonic() > deadline:
+                raise BrokerUnavailable(f"transactional id {identity} cannot be fenced: {error.str()}") from exception

@@ -1,4 +1,4 @@
-"""The newest values of this process's metrics, as they are served at /metrics.
+"""The newest values of this process's metrics, and their text in the format of Prometheus at /metrics.
 
 There is one object per process, as with logs. The metrics that a component writes to topic `metrics` are kept here,
 too, under the names of the catalogue. Any thread may write; nothing here raises or waits.
@@ -7,11 +7,13 @@ too, under the names of the catalogue. Any thread may write; nothing here raises
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 
-from prometheus_client import Histogram
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0, generate_latest
 
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.catalogue import (
@@ -138,3 +140,57 @@ def _specs(role: str, source: str, subject: tuple[str, ...]) -> tuple[tuple[Metr
 
 VALUES = MetricValues()
 """The values of this process."""
+
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
+
+
+def text_of(role: str, figures: Mapping[str, float]) -> bytes:
+    """Return the metrics of a role from its figures alone, for a role that serves them at its own port."""
+    values = MetricValues()
+    values.record(role, figures)
+    return Exposition((spec for spec in of_role(role) if spec.source and not spec.change), values, {}).text()
+
+
+class Exposition:
+    """Text of the metrics of one process."""
+
+    def __init__(
+        self,
+        specs: Iterable[MetricSpec],
+        values: MetricValues,
+        labels: Mapping[str, str],
+        *,
+        process: bool = False,
+    ) -> None:
+        """`labels` are added to every sample; `process` adds start time, memory, processor time and open files of the
+        process."""
+        self._specs, self._values, self._labels = tuple(specs), values, labels
+        self._process = ProcessCollector(registry=None) if process else None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Return the present values of all metrics as text."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each histogram and each other metric that has a value, for prometheus_client."""
+        for spec in self._specs:
+            if spec.kind == "histogram":
+                yield from map(self._labeled, self._values.histogram_of(spec.name).collect())
+            elif values := self._values.values_of(spec):
+                yield self._numbers(spec, values)
+        yield from map(self._labeled, self._process.collect() if self._process else ())
+
+    def _labeled(self, family: Metric) -> Metric:
+        samples = (sample for sample in family.samples if not sample.name.endswith("_created"))
+        family.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in samples]
+        return family
+
+    def _numbers(self, spec: MetricSpec, values: Mapping[tuple[str, ...], float]) -> Metric:
+        kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        family = kind(spec.name, spec.help, labels=(*self._labels, *spec.labels))
+        for labels, value in sorted(values.items()):
+            family.add_metric((*self._labels.values(), *labels), value)
+        return family

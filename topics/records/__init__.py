@@ -13,6 +13,7 @@ from rollstream.topics.records.arrays import (
     Int32,
     Int64,
     NamedArray,
+    same,
 )
 from rollstream.topics.records.batches import BatchGroup, BatchIndexEntry, BatchTokenArray, TrainingBatch, batch_numbers
 from rollstream.topics.records.control import (
@@ -33,24 +34,26 @@ from rollstream.topics.records.control import (
     SkippedOffset,
     StopRequest,
 )
-from rollstream.topics.records.equality import same
 from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, RateLevel
-from rollstream.topics.records.policies import Chunk, PolicyManifest, Tensor
-from rollstream.topics.records.rescores import RescoredRollout
-from rollstream.topics.records.rollout_batches import OldGroup, OldMetadata, OldRollout, RolloutBatch
+from rollstream.topics.records.learner import BatchUse, Chunk, LearnerStep, PolicyManifest, Tensor
 from rollstream.topics.records.rollouts import (
+    EpisodeSpan,
     GroupCancelled,
     InferenceMetadata,
     Mark,
+    OldGroup,
+    OldMetadata,
+    OldRollout,
+    RescoredRollout,
     Rollout,
+    RolloutBatch,
     RolloutMetadata,
     SamplingParams,
+    TrajectoryRecord,
     Turn,
 )
 from rollstream.topics.records.samples import SampleField, SamplesCleared
 from rollstream.topics.records.sessions import AnswerSpan, CallAnswer, ModelCall, SessionEvent
-from rollstream.topics.records.steps import BatchUse, LearnerStep
-from rollstream.topics.records.trajectories import EpisodeSpan, TrajectoryRecord
 
 __all__ = [
     "NO_FLOATS",

@@ -1,10 +1,10 @@
-"""Fates of the records of `rollouts` and reasons of drops, as the journal spells them.
+"""Fates of the records of `rollouts`, reasons of drops, and reasons for which a learner skips a rollout.
 
 Every record that grouping has read is in flight or has one fate. The journal lists offsets by fate. Its counts name
 dropped records by fate and reason, for example `dropped:late`.
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Fate = Literal["batched", "dropped", "dead_lettered", "control"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -67,3 +67,21 @@ def exclusion_detail(kind: str, name: str | int) -> str:
 def clip(text: str, limit: int) -> str:
     """Cut a text to `limit` characters, so that names and details of records cannot outgrow the journal."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+EXCLUDED = "excluded"
+UNKNOWN_VERSION = "unknown_version"
+STALE_VERSION = "stale_version"
+ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "too_long")
+"""Codes of single rows that cannot be trained on, in a batch that is used."""
+ENDED = "ended"
+"""Code of rollouts that a buffer held when the run ended, and that no step had drawn."""
+OTHER = "other"
+"""Code under which reasons without a code are counted, such as the reasons of a foreign trainer."""
+
+
+class Skip(NamedTuple):
+    """Why a learner skips a batch or a row."""
+
+    code: str
+    reason: str

@@ -1,5 +1,6 @@
-"""Records of `rollouts`: rollouts, cancellations of group members, and marks."""
+"""Records of `rollouts`: rollouts, cancellations of members, marks, trajectories, the old form; and of `rescores`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -144,3 +145,100 @@ class Mark:
     configuration: str = ""
     wall_time: float = 0.0
     author: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescoredRollout:
+    """The reward of one rollout by another verifier, or the reason why there is none."""
+
+    rescoring: str
+    verifier: str
+    verifier_digest: str
+    verifier_version: str = ""
+    partition: int
+    offset: int
+    uid: str
+    environment: str
+    reward_before: float
+    reward: float = math.nan
+    components: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    wall_time: float = 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether the verifier gave a reward that differs from the earlier reward."""
+        return not self.failure and self.reward != self.reward_before
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSpan:
+    """Rows `start` to `stop` of column `column` of a trajectory, all of one episode."""
+
+    uid: str
+    column: int
+    start: int
+    stop: int
+    control_mode: int = 0
+    """Actor: 0 the policy, 1 a human in the loop."""
+    first: bool = True
+    """Whether the episode begins in this span; otherwise an earlier trajectory holds its beginning."""
+    last: bool = True
+    """Whether the episode ends in this span, if only because collecting ended; else a later trajectory continues it."""
+    begin: int = -1
+    """Number of steps of the episode before `start`; -1 if it is unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryRecord:
+    """Arrays of a control task, by path; `rollstream.topics.wire.trajectory_arrays` nests them."""
+
+    uid: str
+    environment: str
+    arrays: Mapping[str, NamedArray]
+    policy_version: int = -1
+    model_weights_id: str = ""
+    max_episode_length: int = 0
+    episodes: tuple[EpisodeSpan, ...] = ()
+    metadata: RolloutMetadata = field(default_factory=RolloutMetadata)
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OldMetadata:
+    """Origin of a RolloutBatch or of one of its rollouts."""
+
+    worker_id: str = ""
+    timestamp: float = 0.0
+    weight_step: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldRollout:
+    """A rollout of the old form: prompt [P], response [N]."""
+
+    env_name: str
+    env_example_id: str
+    prompt_tokens: Int32
+    response_tokens: Int32
+    response_logprobs: Float32
+    token_rewards: Float32
+    episode_reward: float
+    metadata: tuple[OldMetadata, ...] = ()
+    """Its own metadata: one entry or none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldGroup:
+    """The rollouts of one prompt, in a RolloutBatch."""
+
+    rollouts: tuple[OldRollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch:
+    """Groups of rollouts with the metadata on the batch: the old form, which rollout_batch_upcast.py converts."""
+
+    groups: tuple[OldGroup, ...]
+    metadata: tuple[OldMetadata, ...] = ()
+    """One entry or none."""

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.traces.identity import SpanPlace
-from rollstream.topics.traces.spans import TraceSpan
+from rollstream.topics.traces.spans import SpanPlace, TraceSpan
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

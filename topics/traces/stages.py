@@ -22,8 +22,15 @@ from rollstream.topics.records import (
     SessionEvent,
     TrainingBatch,
 )
-from rollstream.topics.traces.identity import SpanPlace, span_of, trace_of_group, trace_of_step
-from rollstream.topics.traces.spans import SPANS, Attribute, TraceSpan
+from rollstream.topics.traces.spans import (
+    SPANS,
+    Attribute,
+    SpanPlace,
+    TraceSpan,
+    span_of,
+    trace_of_group,
+    trace_of_step,
+)
 from rollstream.topics.wire.catalogue import topic_name
 
 GROUP, SEND_ROLLOUT, PROCESS_ROLLOUTS = "group", "send rollouts", "process rollouts"

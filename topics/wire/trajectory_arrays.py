@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord
-from rollstream.topics.records.array_layout import RANK_LIMIT
+from rollstream.topics.records.arrays import RANK_LIMIT
 from rollstream.topics.wire.validation import NAME_LIMIT
 
 Tree = Mapping[str, Any]

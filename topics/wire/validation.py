@@ -24,7 +24,7 @@ from rollstream.topics.records import (
     TrainingBatch,
     batch_numbers,
 )
-from rollstream.topics.records.array_layout import shape_problem
+from rollstream.topics.records.arrays import shape_problem
 from rollstream.topics.records.fates import FATES
 from rollstream.topics.wire.codec import decode_as
 from rollstream.topics.wire.rl_examples import REFERENCE

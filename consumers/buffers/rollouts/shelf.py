@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.storage.seeded_draws import weighted_without_replacement
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records.skip_reasons import Skip
+from rollstream.topics.records.fates import Skip
 
 T = TypeVar("T")
 StaleCode = Literal["", "old_step", "too_old"]

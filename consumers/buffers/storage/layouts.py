@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.array_layout import dtype_name, dtype_of
+from rollstream.topics.records.arrays import dtype_name, dtype_of
 
 
 class ArraySpec(NamedTuple):

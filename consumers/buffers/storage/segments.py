@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.storage.layouts import Layout
 from rollstream.consumers.files.atomic_files import StoreError, sync_directory
-from rollstream.topics.records.array_layout import dtype_of
+from rollstream.topics.records.arrays import dtype_of
 
 Arrays = Mapping[str, NDArray[Any]]
 """Arrays by path, all of one length."""

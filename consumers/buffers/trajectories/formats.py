@@ -20,7 +20,7 @@ from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
-from rollstream.topics.records.array_layout import dtype_name
+from rollstream.topics.records.arrays import dtype_name
 from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten, nest
 
 DEFAULT = "npz"

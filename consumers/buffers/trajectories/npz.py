@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records.array_layout import dtype_name, dtype_of
+from rollstream.topics.records.arrays import dtype_name, dtype_of
 
 ABOUT = "trajectory.json"
 _ALIGNMENT = 64

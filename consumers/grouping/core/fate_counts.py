@@ -2,7 +2,7 @@
 
 The means show whether lost rollouts differ from kept rollouts. Values are added in the order in which offsets reach
 their fate, so that the sums have the same bits after any crash. The counts in the journal have a size limit: once it is
-reached, new environments are counted together. `journal_counts.py` says which counts a record holds.
+reached, new environments are counted together. `JournalCounts` says which counts a record holds.
 """
 
 from collections.abc import Iterable

@@ -41,7 +41,7 @@ from rollstream.topics.records.fates import (
     clip,
     dropped_for,
 )
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 from rollstream.topics.wire.validation import NAME_LIMIT
 
 

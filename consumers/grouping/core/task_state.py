@@ -12,8 +12,7 @@ from rollstream.consumers.grouping.config import GENERATION_STEP, GroupingConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import FateCount, FinishedGroup, JournalRecord, RateLevel
-from rollstream.topics.records.journal_counts import JournalCounts
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import JournalCounts, from_ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,14 @@ from rollstream.consumers.grouping.process.adoption import adopted, check_nothin
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
 from rollstream.topics.kafka import hanging_transactions, topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.groups import members
 from rollstream.topics.kafka.open_transactions import await_decided, undecided
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, fence, transactional_id
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord
 from rollstream.topics.wire.catalogue import topic_name

@@ -29,10 +29,10 @@ from rollstream.topics.control.paused_partitions import PauseWatch
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.groups import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.topic_watch import TopicWatch
+from rollstream.topics.kafka.topic_admin import TopicWatch
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.writer import MetricsWriter
 from rollstream.topics.wire.catalogue import topic_name

@@ -6,7 +6,7 @@ from contextlib import closing
 
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.group_member import GroupMember, NotFetching
+from rollstream.topics.kafka.groups import GroupMember, NotFetching
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.logs import event
 

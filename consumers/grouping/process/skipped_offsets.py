@@ -16,7 +16,7 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.records import SkippedOffset
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key

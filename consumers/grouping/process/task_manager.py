@@ -20,7 +20,7 @@ from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.seeks import Seeks
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.groups import GroupMember
 from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.logs import event
 from rollstream.topics.wire.catalogue import topic_name

@@ -18,8 +18,8 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.row_checks import unfit_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
-from rollstream.topics.records.batch_uses import taken_rows
-from rollstream.topics.records.skip_reasons import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.fates import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.learner import taken_rows
 from rollstream.topics.wire.rl_examples import chosen_token_arrays
 
 logger = logging.getLogger(__name__)

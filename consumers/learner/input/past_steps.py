@@ -14,7 +14,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
-from rollstream.topics.records.batch_uses import taken_rows, trained_rows
+from rollstream.topics.records.learner import taken_rows, trained_rows
 from rollstream.topics.wire.catalogue import topic_name
 
 _MOST_NAMED = 5

@@ -24,8 +24,8 @@ from rollstream.consumers.learner.input.row_checks import nothing_to_train_on, u
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
-from rollstream.topics.records.batch_uses import is_left_out, trained_rows
-from rollstream.topics.records.skip_reasons import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.fates import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
+from rollstream.topics.records.learner import is_left_out, trained_rows
 from rollstream.topics.wire.rl_examples import stamp_of
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.skip_reasons import Skip
+from rollstream.topics.records.fates import Skip
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Range of temperatures that are trained on: a temperature divides the logits and the gradient of every token."""

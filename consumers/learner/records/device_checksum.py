@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rollstream.topics.records.array_layout import dtype_name
-from rollstream.topics.wire.params_checksum import FACTORS, WORD_BYTES, checksum_digest, terms
+from rollstream.topics.records.arrays import dtype_name
+from rollstream.topics.wire.params_digest import FACTORS, WORD_BYTES, checksum_digest, terms
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _WIDE: dict[str, Any] = {"xla_cpu_prefer_vector_width": 512}

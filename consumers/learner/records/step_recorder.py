@@ -27,11 +27,11 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.forked_learners import forked_learners
+from rollstream.topics.control.named_records import forked_learners
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
-from rollstream.topics.records.batch_uses import names_of, rows_of
+from rollstream.topics.records.learner import names_of, rows_of
 from rollstream.topics.traces.stages import step_recorded
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from rollstream.consumers.weights.content import Arrays
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
-from rollstream.topics.records.array_layout import little_endian_view
+from rollstream.topics.records.arrays import little_endian_view
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchUse, LearnerStep, batch_numbers
-from rollstream.topics.records.skip_reasons import OTHER
+from rollstream.topics.records.fates import OTHER
 
 Use = Literal["trained", "skipped"]
 USES: tuple[Use, ...] = ("trained", "skipped")

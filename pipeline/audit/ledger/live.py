@@ -27,7 +27,7 @@ from rollstream.pipeline.audit.saved_state import OtherCode, restored, saved
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)

@@ -29,10 +29,10 @@ from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.retired_learners import note_retired
+from rollstream.topics.control.named_records import note_retired
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import RetiredLearner
 from rollstream.topics.records.fates import CONTROL, READ

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.index.fates import IN_FLIGHT, UNREAD
 from rollstream.topics.records.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 
 FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 

@@ -26,7 +26,7 @@ from rollstream.pipeline.ui.server.offset_fates import ranges_of
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.records.offset_ranges import OffsetRange
+from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
 
 T = TypeVar("T")

@@ -8,11 +8,10 @@ from rollstream.consumers import transactions
 from rollstream.consumers.transactions import ExactlyOnce
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, Fenced, Lapsed
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.kafka.transactions import Transaction
+from rollstream.topics.kafka.transactions import Transaction, fence, transactional_id
 from tests.simulation.installation import World, installed
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 

@@ -14,7 +14,7 @@ from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow.environment_counts import EnvironmentCounts
 from rollstream.producers.flow.flow_control import FlowControl, PartitionProgress, RunProgress
 from rollstream.topics.records import FateCount, JournalRecord
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 from tests.support.journal_records import journal_record
 
 GROUP = 8

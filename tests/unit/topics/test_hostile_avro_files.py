@@ -22,8 +22,14 @@ import fastavro
 import pytest
 
 from rollstream.topics.wire import avro_files
-from rollstream.topics.wire.avro_files import ContainerDamage, ContainerRecord, read_container
-from rollstream.topics.wire.avro_schema_limits import DEEPEST, MOST_VALUES, check_schema
+from rollstream.topics.wire.avro_files import (
+    DEEPEST,
+    MOST_VALUES,
+    ContainerDamage,
+    ContainerRecord,
+    check_schema,
+    read_container,
+)
 
 SYNC = b"0123456789abcdef"
 HEADER = {

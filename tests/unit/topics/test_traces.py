@@ -15,8 +15,17 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metrics.values import VALUES
 from rollstream.topics.records import BatchGroup, CallAnswer, ModelCall, SessionEvent
-from rollstream.topics.traces.identity import SpanPlace, is_sampled, span_of, trace_of_group, trace_of_step
-from rollstream.topics.traces.spans import MOST_WAITING, SPANS, TraceSpan, start
+from rollstream.topics.traces.spans import (
+    MOST_WAITING,
+    SPANS,
+    SpanPlace,
+    TraceSpan,
+    is_sampled,
+    span_of,
+    start,
+    trace_of_group,
+    trace_of_step,
+)
 from rollstream.topics.traces.stages import call_recorded
 from tests.support.runs import rollout
 from tests.support.waiting import eventually

@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.consumers.models import huggingface
 from rollstream.infra.broker.ports import free_port
-from rollstream.topics.wire.params_checksum import params_checksum
+from rollstream.topics.wire.params_digest import params_checksum
 from tests.support.checkpoints import LARGE, random_parameters
 from tests.support.loading_child import Job
 from tests.support.paths import ROOT

@@ -14,7 +14,7 @@ from rollstream.consumers.weights.content import Content, WeightsRefused
 from rollstream.consumers.weights.delta import delta_content
 from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
 from rollstream.topics.records import Chunk, PolicyManifest
-from rollstream.topics.records.array_layout import dtype_name, dtype_of, little_endian_view
+from rollstream.topics.records.arrays import dtype_name, dtype_of, little_endian_view
 from rollstream.topics.wire.params_digest import params_digest, tensor_digests
 
 Arrays = dict[str, np.ndarray]

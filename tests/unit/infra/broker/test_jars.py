@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker.jar_lock import locked_jars
-from rollstream.infra.broker.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars
+from rollstream.infra.broker.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars, locked_jars
 from rollstream.infra.broker.java import JavaRuntime
 from tests.support.machine import CONTENT, JAR, Machine
 from tests.support.repository import artifact_path, serving

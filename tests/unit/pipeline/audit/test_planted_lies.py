@@ -24,7 +24,7 @@ from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.pipeline.tools.lineage import lineage_trees
 from rollstream.topics.records import Drop, FinishedOffsets
 from rollstream.topics.records.fates import BATCHED
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import batch_digest
 from tests.simulation.group_coordinator import Committed

@@ -15,7 +15,7 @@ from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.indexed_run import Fate, RolloutPlace, fates_in, oldest_snapshot
 from rollstream.topics.records import Chunk, Drop, FinishedOffsets, JournalRecord, LearnerStep
 from rollstream.topics.records.fates import BATCHED, DROPPED
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 from rollstream.topics.wire.codec import encode
 from tests.support.index_logs import ListedLog, MadeRun, indexed
 from tests.support.manifests import one_chunk_manifest

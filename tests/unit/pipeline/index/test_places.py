@@ -23,7 +23,7 @@ from rollstream.pipeline.index.places import finished_spans
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import FinishedOffsets
 from rollstream.topics.records.fates import BATCHED, CONTROL, DROPPED
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 from rollstream.topics.wire.codec import decode, encode, framed_for_registry, leading_text, schemas
 from tests.support.index_logs import ListedLog, MadeRun, indexed
 

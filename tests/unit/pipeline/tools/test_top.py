@@ -23,7 +23,7 @@ from rollstream.topics.records import (
     LearnerStep,
     PolicyManifest,
 )
-from rollstream.topics.records.offset_ranges import to_ranges
+from rollstream.topics.records.journal import to_ranges
 
 MIDDLE = RunSnapshot(
     run="demo",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollstream.producers.flow.environment_counts import EnvironmentCounts
 from rollstream.topics.records import FateCount
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 
 
 class Journal(JournalCounts):

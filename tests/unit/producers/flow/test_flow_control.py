@@ -18,7 +18,7 @@ from rollstream.producers.flow.flow_control import (
 )
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import FateCount
-from rollstream.topics.records.journal_counts import JournalCounts
+from rollstream.topics.records.journal import JournalCounts
 from tests.support.journal_records import journal_record
 
 # resting 2 * (5 - 1 + 4) = 16, limit 6 * 16 - 16 = 80, floor 16 + 16 = 32, share (80 - 32) / 2 = 24

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, admin
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.groups import GroupMember
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, stranded_clients
+from rollstream.topics.kafka import clients, connection
 from rollstream.topics.kafka.reader import Place, Polled, Reader, ends_of_records, read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from tests.simulation.installation import World
@@ -95,7 +95,7 @@ def consumers(monkeypatch: pytest.MonkeyPatch) -> list[Client]:
         consumers.append(Client(reaches=bool(consumers)))
         return consumers[-1]
 
-    monkeypatch.setattr(stranded_clients, "SILENT_S", 0.0)
+    monkeypatch.setattr(connection, "SILENT_S", 0.0)
     monkeypatch.setattr(clients, "bare", lambda _kafka: Client(reaches=True))
     monkeypatch.setattr(clients, "reader", reader)
     return consumers

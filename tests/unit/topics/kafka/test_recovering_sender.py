@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.kafka import clients, stranded_clients
+from rollstream.topics.kafka import clients, connection
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Failure, SendFailed
 from tests.support.waiting import eventually
@@ -87,7 +87,7 @@ class Brokers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, silent_s: float = 0.0, room: int = 100) -> None:
         self.first = Client(reaches=False, room=room)
         self.producers: list[Client] = []
-        monkeypatch.setattr(stranded_clients, "SILENT_S", silent_s)
+        monkeypatch.setattr(connection, "SILENT_S", silent_s)
         monkeypatch.setattr(clients, "bare", lambda _kafka: Client(reaches=True))
         monkeypatch.setattr(clients, "producer", self._producer)
         self.failures: list[Failure] = []

@@ -7,8 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollstream.topics.metrics.catalogue import CATALOGUE_OF_METRICS, COMMON, SERVING_ROLES, MetricSpec, of_role
-from rollstream.topics.metrics.exposition import Exposition, text_of
-from rollstream.topics.metrics.values import MetricValues
+from rollstream.topics.metrics.values import Exposition, MetricValues, text_of
 
 
 @pytest.mark.parametrize("spec", CATALOGUE_OF_METRICS, ids=lambda spec: spec.name)

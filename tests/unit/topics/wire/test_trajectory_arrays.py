@@ -26,7 +26,7 @@ _DTYPES = st.sampled_from(["|b1", "|u1", "<i8", "<f4", "<c8", "bfloat16"])
 
 def leaf(dtype: str, trailing: tuple[int, ...] = (), rows: int = 4, width: int = 2) -> np.ndarray:
     """An array [rows, width, ...] of distinct small numbers."""
-    from rollstream.topics.records.array_layout import dtype_of
+    from rollstream.topics.records.arrays import dtype_of
 
     shape = (rows, width, *trailing)
     return np.arange(np.prod(shape)).reshape(shape).astype(dtype_of(dtype))

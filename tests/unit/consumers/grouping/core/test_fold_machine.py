@@ -14,7 +14,7 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from tests import strategies as draw
 from tests.strategies import Event
 

@@ -23,7 +23,7 @@ from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import JournalRecord, Rollout
 from rollstream.topics.records.fates import DROP_REASONS
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from rollstream.topics.wire import codec
 from tests import strategies as draw
 from tests.strategies import Log, Marked, Then

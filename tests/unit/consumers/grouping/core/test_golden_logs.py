@@ -16,7 +16,7 @@ from blake3 import blake3
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from tests import strategies as draw
 from tests.faults.evidence import Raw
 from tests.faults.model import GIVEN, NotModelled, refold

@@ -25,8 +25,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, same
 from rollstream.topics.records.fates import OTHER_ENVIRONMENTS
-from rollstream.topics.records.journal_counts import JournalCounts
-from rollstream.topics.records.offset_ranges import from_ranges, to_ranges
+from rollstream.topics.records.journal import JournalCounts, from_ranges, to_ranges
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.commit_metadata import CommitMetadata
 from rollstream.topics.wire.rl_examples import batch_digest

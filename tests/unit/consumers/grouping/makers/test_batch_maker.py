@@ -20,7 +20,7 @@ from rollstream.consumers.grouping.makers.batch_maker import (
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.records.offset_ranges import from_ranges
+from rollstream.topics.records.journal import from_ranges
 from rollstream.topics.wire.rl_examples import RLExample, Source
 from tests.support.live_objects import live
 from tests.support.pairs import pair, reasons, uids

@@ -20,8 +20,8 @@ from rollstream.consumers.learner.input.batch_selection import (
     unfit_uses,
 )
 from rollstream.topics.records import BatchIndexEntry, BatchUse
-from rollstream.topics.records.batch_uses import left_out_rows, rows_of, taken_rows, without
-from rollstream.topics.records.skip_reasons import UNKNOWN_VERSION, Skip
+from rollstream.topics.records.fates import UNKNOWN_VERSION, Skip
+from rollstream.topics.records.learner import left_out_rows, rows_of, taken_rows, without
 from tests.support.batches import random_batch
 
 ENTRY = BatchIndexEntry(

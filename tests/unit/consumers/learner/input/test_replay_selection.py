@@ -19,7 +19,7 @@ from rollstream.consumers.learner.input.replay_selection import BatchRow, PastUs
 from rollstream.consumers.learner.training.packing import sequences_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
-from rollstream.topics.records.batch_uses import reused_share, rows_of, trained_rows
+from rollstream.topics.records.learner import reused_share, rows_of, trained_rows
 from tests.support.batches import random_batch
 
 ROWS = 4

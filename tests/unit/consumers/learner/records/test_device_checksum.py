@@ -12,8 +12,7 @@ import pytest
 
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.weights.conversion import converted
-from rollstream.topics.wire.params_checksum import params_checksum
-from rollstream.topics.wire.params_digest import params_digest
+from rollstream.topics.wire.params_digest import params_checksum, params_digest
 from tests.support.paths import ROOT
 
 SHARDED = """

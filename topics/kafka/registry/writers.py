@@ -1,24 +1,29 @@
-"""Ids of our schemas in a registry, for writers. At most the first record of a schema in a topic waits for the
-registry.
+"""Ids of our schemas in a registry, for writers, and the producer whose records carry them.
 
-A writer that has no id yet writes the record without one, which every reader of rollstream accepts; the id is requested
-again in the background. An unavailable registry therefore neither stops a process nor loses a record.
+At most the first record of a schema in a topic waits for the registry: a writer that has no id yet writes the record
+without one, which every reader of rollstream accepts; the id is requested again in the background. An unavailable
+registry therefore neither stops a process nor loses a record.
 """
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
+from typing import Any
+
+from confluent_kafka import Producer
 
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, RollstreamError, SchemaRefused
-from rollstream.topics.kafka.registry.client import RegistryClient
-from rollstream.topics.kafka.registry.subjects import Subject, subject_of, subjects_of
+from rollstream.topics.kafka.clients import NamedProducer
+from rollstream.topics.kafka.registry.client import RegistryClient, Subject, subject_of, subjects_of
 from rollstream.topics.logs import event
 from rollstream.topics.wire.catalogue import run_and_name
 from rollstream.topics.wire.codec import HEADER_SIZE, MAGIC, frame_of, framed_for_registry, schema_of
 
 logger = logging.getLogger(__name__)
+
 _ASK_AGAIN_S = 5.0
 _Key = tuple[str, bytes]
 """Full name of a topic, and the fingerprint of a schema."""
@@ -145,3 +150,22 @@ class SchemaIds:
 def schema_ids(config: RegistryConfig) -> SchemaIds:
     """Return the ids that all writers of this process share."""
     return SchemaIds(config)
+
+
+class RegistryProducer(NamedProducer):
+    """A producer that puts the id of its schema before each of our records, just before the record is sent."""
+
+    def __init__(self, settings: dict[str, Any], ids: SchemaIds) -> None:
+        super().__init__(settings)
+        self._ids = ids
+
+    def produce(self, topic: str, value: Any = None, *args: Any, **more: Any) -> None:
+        """Queue a record, as the client does. Raises SchemaRefused as `SchemaIds.framed` does."""
+        framed = self._ids.framed(topic, value) if isinstance(value, bytes) else value
+        super().produce(topic, framed, *args, **more)
+
+
+def registry_producer(config: RegistryConfig) -> Callable[[dict[str, Any]], Producer]:
+    """Return a function from a client's settings to a producer. Raises ConfigurationError as RegistryClient does."""
+    ids = schema_ids(config)
+    return lambda settings: RegistryProducer(settings, ids)

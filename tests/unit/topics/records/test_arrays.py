@@ -6,7 +6,7 @@ import pytest
 
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import NamedArray, same
-from rollstream.topics.records.array_layout import dtype_name, dtype_of, little_endian_bytes
+from rollstream.topics.records.arrays import dtype_name, dtype_of, little_endian_bytes
 
 WRITTEN = [
     *("|b1", "|i1", "|u1", "<i2", "<u4", "<i8", "<f2", "<f4", "<f8", "<c8", "<c16", "|S3", "<U2", "<M8[s]", "<m8[ms]"),

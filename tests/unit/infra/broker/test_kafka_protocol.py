@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollstream.infra.broker.probe import broker_answers
+from rollstream.infra.broker.kafka_protocol import broker_answers
 
 
 @contextmanager

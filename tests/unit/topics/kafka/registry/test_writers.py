@@ -10,7 +10,7 @@ from rollstream.infra.broker.ports import free_port
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.registry.client import RegistryClient
-from rollstream.topics.kafka.registry.ids import SchemaIds
+from rollstream.topics.kafka.registry.writers import SchemaIds
 from rollstream.topics.wire.codec import encode, framed_for_registry
 
 VALUE = encode(example_rollout("a"))

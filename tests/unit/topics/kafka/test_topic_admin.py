@@ -4,7 +4,7 @@ import math
 import socket
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.topic_watch import EVERY_S, TopicWatch
+from rollstream.topics.kafka.topic_admin import EVERY_S, TopicWatch
 from tests.support.waiting import eventually
 
 

@@ -1,11 +1,51 @@
-"""Reads the uses in a step's record: rows of batches that were trained on, skipped or left out."""
+"""Records of a learner: `steps`, with their uses of batches, and `policies`, the manifests of policy versions."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from rollstream.topics.records import BatchUse
-from rollstream.topics.records.skip_reasons import ROW_CODES
+from rollstream.topics.records.fates import ROW_CODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchUse:
+    """Use of a batch by a step."""
+
+    batch_id: str
+    index_offset: int
+    rows: int
+    use: Literal["trained", "skipped"]
+    reason: str = ""
+    row_numbers: tuple[int, ...] = ()
+    again: bool = False
+    code: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStep:
+    """One learner step: the uses of its batches, its metrics, and the digest of the parameters after it."""
+
+    learner: str
+    step: int
+    input_run: str
+    uses: tuple[BatchUse, ...]
+    position: int
+    policy_version: int
+    params_digest: str
+    trained_total: int
+    skipped_total: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timestamp: float = 0.0
+    oldest: int = -1
+    stream_time_ms: int = -1
+    resumes_at: int = 0
+    code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def made(self) -> bool:
+        """Whether the step was made; if not, the record only names batches that a waiting step skipped so far."""
+        return bool(self.params_digest) or any(use.use == "trained" for use in self.uses)
 
 
 def rows_of(uses: Sequence[BatchUse], use: str) -> int:
@@ -66,3 +106,50 @@ def without(uses: Sequence[BatchUse], left_out: Sequence[BatchUse]) -> tuple[Bat
             remaining.append(replace(use, rows=len(kept), row_numbers=kept) if skipped else use)
         remaining += skipped
     return tuple(remaining)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One tensor of a policy version and the place of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+    digest: str
+    changed: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One chunk of a policy version's bytes and its place in `weights`, or the file that holds it."""
+
+    index: int
+    partition: int
+    offset: int
+    size_bytes: int
+    digest: str
+    codec: str = ""
+    content_bytes: int = -1
+    url: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyManifest:
+    """The commit point of a policy version."""
+
+    version: int
+    learner: str
+    step: int
+    epoch: str
+    tensors: tuple[Tensor, ...]
+    chunks: tuple[Chunk, ...]
+    digest: str
+    kind: Literal["full", "delta", "external"] = "full"
+    base: int = -1
+    model: str = "{}"
+    created: float = 0.0
+    params_digest: str = ""
+    dtype: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)

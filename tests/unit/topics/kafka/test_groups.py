@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, TopicPartition
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.groups import GroupMember, MembershipLost
 from rollstream.topics.kafka.records import COMMITTED
 
 

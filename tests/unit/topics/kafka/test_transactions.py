@@ -2,8 +2,10 @@
 
 import pytest
 from confluent_kafka import KafkaError
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollstream.topics.kafka.transaction_errors import Decision, decide
+from rollstream.topics.kafka.transactions import Decision, decide, transactional_id
 
 FATAL, ABORT, RETRY = {"fatal": True}, {"txn_requires_abort": True}, {"retriable": True}
 
@@ -70,3 +72,17 @@ def test_no_fatal_error_is_ever_tried_again(code: int) -> None:
             assert decide(KafkaError(code, "", **others)) is not Decision.CALL_AGAIN
         if not others.get("retriable"):
             assert decide(KafkaError(code, "", **others)) is not Decision.CALL_AGAIN
+
+
+RUNS = st.text("ab0._-", min_size=1, max_size=6)
+ROLES = st.sampled_from(["grouper", "labeller", "learner", "exclude", "redrive", "migrate", "restore"])
+WHICH = st.one_of(st.just(""), st.integers(0, 12), st.just("bootstrap"))
+WRITERS = st.tuples(RUNS, ROLES, WHICH)
+
+
+@given(WRITERS, WRITERS)
+def test_different_writers_have_different_ids(
+    one: tuple[str, str, str | int], other: tuple[str, str, str | int]
+) -> None:
+    assert (transactional_id(*one) == transactional_id(*other)) == (one == other)
+    assert (one[0] == other[0]) == transactional_id(*one).startswith(f"{other[0]}/")

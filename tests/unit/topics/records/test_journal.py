@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records.offset_ranges import OffsetRange, from_ranges, to_ranges
+from rollstream.topics.records.journal import OffsetRange, from_ranges, to_ranges
 
 
 @given(offsets=st.sets(st.one_of(st.integers(0, 40), st.integers(0, 2**62))))
