@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant("watermark", "consumers/grouping/core/offset_tracker.py", CORE,
            "a restore does not read unfinished records again",
            "watermark = self._order[0] if self._order else position", "watermark = position"),
-    Mutant("horizon", "consumers/grouping/core/finished_groups.py", CORE,
+    Mutant("horizon", "consumers/grouping/core/group_tables.py", CORE,
            "a finished group is forgotten one millisecond early",
            "while self._finished and self._finished[0][0] < self.since_ms:",
            "while self._finished and self._finished[0][0] <= self.since_ms:"),
@@ -89,9 +89,9 @@ MUTANTS = (
            "    def cancel"),
     Mutant("rates", "consumers/grouping/core/group_lifecycle.py", CORE, "a restore counts rates again",
            "if quota is None or not self._replay.ended:", "if quota is None:"),
-    Mutant("restored-time", "consumers/grouping/core/replay.py", CORE, "a restore does not compare stream time",
+    Mutant("restored-time", "consumers/grouping/core/task_state.py", CORE, "a restore does not compare stream time",
            "if reached != recorded:", "if reached[1:] != recorded[1:]:"),
-    Mutant("awaited", "consumers/grouping/core/replay.py", CORE, "a restore does not miss unfinished records",
+    Mutant("awaited", "consumers/grouping/core/task_state.py", CORE, "a restore does not miss unfinished records",
            "if self._awaited:", "if False:"),
     Mutant("marks", "consumers/grouping/core/fold.py", CORE, "a restore obeys marks that were refused",
            "            if not outcome.problem:\n"
@@ -123,7 +123,7 @@ MUTANTS = (
            "        self.settle()\n"
            "        commits = [task",
            "        commits = [task"),
-    Mutant("position", "consumers/grouping/process/transaction_publisher.py", PROCESS,
+    Mutant("position", "consumers/grouping/process/committer.py", PROCESS,
            "the watermark is committed in place of the position",
            "journal.position,\n"
            "                    metadata.encode()",

@@ -1,16 +1,16 @@
 from .groups.config import GroupStoreConfig
-from .groups.grpo_batch_maker import GrpoBatchMaker
+from .groups.forwarding import GrpoBatchMaker
 from .groups.store import GroupReplayBuffer
 from .groups.view import GroupStore
 from .rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
-from .rollouts.losses import RLLossModule, RLOOLoss
 from .rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
+from .rollouts.rows import RLLossModule, RLOOLoss
 from .slices.buffer import EpisodeSliceBuffer
 from .slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from .trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
-from .trajectories.cache import TrajectoryCache
 from .trajectories.dataset import MixedDataset
 from .trajectories.filler import TrajectoryFiller
+from .trajectories.shelf import TrajectoryCache
 
 __all__ = [
     "EpisodeSliceBuffer",

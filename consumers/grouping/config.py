@@ -12,8 +12,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, get_type_hints
 
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
-from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
-from rollstream.consumers.grouping.core.rollout_bounds import BOUNDS, Bounds, parse_bounds
+from rollstream.consumers.grouping.core.limits import BOUNDS, Bounds, Quota, parse_bounds, parse_quotas
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.signatures import check_public_key, parse_environment_keys

@@ -16,8 +16,7 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import DeadLetter, InputRecord
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.core.plug_ins import PlugIns, checked
-from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
+from rollstream.consumers.grouping.core.plug_ins import MAKERS, MakerFactory, PlugIns, checked
 from rollstream.topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key

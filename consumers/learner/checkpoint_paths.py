@@ -1,14 +1,16 @@
-"""Paths of a learner's checkpoints, on a local file system or at gs://, which are complete, and what they need.
+"""Paths of a learner's checkpoints, local or at gs://, which are complete, and the position in the log that each has.
 
 Needs no JAX. Paths at a URL are etils.epath paths, as in orbax; pathlib would turn the URL into a local folder.
 """
 
 import json
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import LearnerStep
 
 META = "meta/metadata"
 """Metadata file that orbax writes, below the folder of a step."""
@@ -89,3 +91,33 @@ def first_needed(directory: Path) -> int | None:
         oldest = int(meta["oldest"])  # oldest offset in a rollout buffer
         offsets.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(offsets, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerPosition:
+    """Position of a learner in the log, with its totals and recent steps."""
+
+    position: int = 0
+    """Next offset of batch-index to read."""
+    trained_total: int = 0
+    """Rollouts trained on since the start of the run."""
+    skipped_total: int = 0
+    """Rollouts skipped since the start of the run."""
+    oldest: int = -1
+    """First offset before `position` whose batch may be used again; -1 if there is none."""
+    recent_steps: tuple[LearnerStep, ...] = ()
+    """Records of the steps since the previous checkpoint, which a resumed learner writes again."""
+
+    def after(self, record: LearnerStep) -> "LearnerPosition":
+        """Return the position after this step, with its record among the recent steps."""
+        return LearnerPosition(
+            position=record.position,
+            trained_total=record.trained_total,
+            skipped_total=record.skipped_total,
+            oldest=record.oldest,
+            recent_steps=(*self.recent_steps, record),
+        )
+
+    def saved(self) -> "LearnerPosition":
+        """Return the position as it is after a checkpoint, without recent steps."""
+        return replace(self, recent_steps=())

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from rollstream.consumers.batch_reader import check_within_index, first_offset
-from rollstream.consumers.learner.checkpoint_paths import first_needed
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition, first_needed
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepTotals
 from rollstream.consumers.learner.input.replay_source import ReplaySource
@@ -27,20 +27,18 @@ from rollstream.consumers.learner.input.step_loader import BatchSource, LoadedSt
 from rollstream.consumers.learner.parallel.team import Alone, Team, raising_team_lost
 from rollstream.consumers.learner.pretrained import published_dtype, resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
-from rollstream.consumers.learner.records.device_checksum import device_checksum
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from rollstream.consumers.learner.records.served_metrics import serve_newest
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
-from rollstream.consumers.learner.training.snapshot import Snapshots
+from rollstream.consumers.learner.training.snapshot import Snapshots, device_checksum
 from rollstream.consumers.learner.training.throughput import throughput_metrics
 from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
 from rollstream.consumers.models.config import manifest_model
-from rollstream.consumers.weights.conversion import converted
-from rollstream.consumers.weights.shard_member import ShardMember
+from rollstream.consumers.weights.content import converted
+from rollstream.consumers.weights.shard_barrier import ShardMember
 from rollstream.consumers.weights.shards import owners
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.steering import DesiredState, SteeringFollower

@@ -15,10 +15,9 @@ from rollstream.consumers.learner.input.step_loader import BatchLoader, LoadedSt
 from rollstream.consumers.learner.parallel.team import Alone, Team
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
-from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
-from rollstream.consumers.learner.training.snapshot import snapshot
+from rollstream.consumers.learner.training.snapshot import device_checksum, snapshot
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
 from rollstream.consumers.learner.user_objectives import code_of
 from rollstream.consumers.step_log import read_steps

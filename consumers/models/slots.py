@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from rollstream.consumers.models.adapters import merged, without_adapters
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.decoder import Params, pspecs
-from rollstream.consumers.models.errors import PromptRefused
 from rollstream.consumers.models.slot_steps import (
     AXIS,
     TENSOR,
+    SamplingArrays,
     SlotTable,
     SlotTokens,
     decode_slots,
     empty_slots,
     fill_slots,
 )
-from rollstream.consumers.models.token_choice import SamplingArrays
+from rollstream.consumers.models.tokenizer import PromptRefused
 from rollstream.topics.errors import ConfigurationError
 
 MAX_STOP_IDS = 40

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollstream.consumers.models.errors import PromptRefused
+from rollstream.topics.errors import RollstreamError
+
+
+class PromptRefused(RollstreamError):
+    """A text is outside the tokenizer's vocabulary, or a request does not fit the sampler's shapes."""
+
 
 PRINTABLE_ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
 

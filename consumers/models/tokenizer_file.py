@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.models.errors import PromptRefused
 from rollstream.consumers.models.huggingface import CONFIG, read_json
+from rollstream.consumers.models.tokenizer import PromptRefused
 from rollstream.topics.errors import ConfigurationError
 
 TOKENIZER = "tokenizer.json"

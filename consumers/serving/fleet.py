@@ -15,13 +15,18 @@ from pathlib import Path
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
-from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint, ServedVersions
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import VLLM_LORA, EngineHttp, ServingEngine, base_url, engine_named
+from rollstream.consumers.serving.engines import NAME as PLUGIN
+from rollstream.consumers.serving.engines import (
+    VLLM_LORA,
+    EngineHttp,
+    ServingEngine,
+    VllmPluginEngine,
+    base_url,
+    engine_named,
+)
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
-from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
-from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
-from rollstream.consumers.serving.vllm_plugin_engine import VllmPluginEngine
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig

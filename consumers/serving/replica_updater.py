@@ -14,9 +14,9 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from rollstream.consumers.serving.checkpoints import ServedCheckpoint, ServedVersions
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineFailed, PreparedEngine, ServingEngine, VersionLate, VersionUnfit
-from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Rollout, SampleField, SamplesCleared
-from rollstream.topics.records.array_layout import dtype_of
+from rollstream.topics.records.arrays import dtype_of
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.rollout_batch_upcast import PLACE
 from rollstream.topics.wire.validation import problems

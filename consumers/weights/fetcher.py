@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import Store, check_mounted, fault_of, open_store, shown
-from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
-from rollstream.consumers.weights.file_names import place_of
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, place_of
 from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig

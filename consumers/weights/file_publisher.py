@@ -15,9 +15,8 @@ from blake3 import blake3
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import StoredFile, fault_of, open_store, shown
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import ZSTD, Content, compress, pays
+from rollstream.consumers.weights.content import ZSTD, Content, compress, file_name, parsed, pays
 from rollstream.consumers.weights.fetcher import FIRST_DELAY_S, LONGEST_DELAY_S
-from rollstream.consumers.weights.file_names import file_name, parsed
 from rollstream.consumers.weights.file_retention import (
     incomplete,
     left_behind,

@@ -15,7 +15,7 @@ from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import StoredFile, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.file_names import parsed, place_of, root_of
+from rollstream.consumers.weights.content import parsed, place_of, root_of
 from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event

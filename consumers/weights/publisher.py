@@ -14,14 +14,12 @@ from typing import Any
 
 from rollstream.consumers.weights.chains import lost, needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
-from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.file_names import root_of
+from rollstream.consumers.weights.content import Arrays, root_of
 from rollstream.consumers.weights.file_publisher import FilePublisher, FileWriter
 from rollstream.consumers.weights.file_retention import remove_expired
 from rollstream.consumers.weights.manifests import published_after, read_policies, shortened, versions_of
 from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
-from rollstream.consumers.weights.shard_writer import ShardWriter, draft
-from rollstream.consumers.weights.shards import Shard, joined, planned
+from rollstream.consumers.weights.shards import Shard, ShardWriter, draft, joined, planned
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord

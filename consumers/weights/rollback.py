@@ -14,9 +14,8 @@ from typing import NamedTuple
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.chains import ChainBroken, links, load_version, needed, with_bases
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, place_of
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.manifests import ROLLBACK_OF, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.config import KafkaConfig

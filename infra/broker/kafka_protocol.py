@@ -94,7 +94,6 @@ def broker_answers(host: str, port: int, *, timeout_s: float = 1.0) -> bool:
     return response.int32() > 0
 
 
-
 class NotKnownYet(Exception):
     """The node answers but does not know yet: an election or a load is in progress."""
 

@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import VLLM_LORA, EngineFailed, EngineHttp, VllmEngine
+from rollstream.consumers.serving.engines import EXTENSION, VLLM_LORA, EngineFailed, EngineHttp, VllmEngine
+from rollstream.consumers.serving.engines import NAME as PLUGIN
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
-from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
-from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig

@@ -63,7 +63,7 @@ def judge_of(config: LabelingConfig) -> Labeler:
 
 
 def _recover(config: RunConfig) -> int:
-    from rollstream.consumers.labeling.recovery import recover
+    from rollstream.consumers.labeling.positions import recover
 
     for partition, position in sorted(recover(config.kafka, config.run, config.labeling).items()):
         print(f"partition {partition}: labeling goes on at offset {position}")

@@ -20,11 +20,10 @@ from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.models.huggingface import write_json
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import TOKENIZER
-from rollstream.consumers.weights.chains import ChainBroken, with_bases
+from rollstream.consumers.weights.chains import ChainBroken, SpooledTensor, SpooledVersion, with_bases
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import read_manifests
-from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.plain_values import compact

@@ -22,7 +22,7 @@ from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.step_log import all_steps
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.file_names import place_of
+from rollstream.consumers.weights.content import place_of
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
 from rollstream.consumers.weights.manifests import committed_manifests, read_policies
 from rollstream.pipeline.audit.prunable_sessions import read_session_groups

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
-from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, folder_of, place_of
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.file_names import folder_of, place_of
 from rollstream.consumers.weights.file_retention import listed_files
 from rollstream.consumers.weights.manifests import Manifests, read_policies, shortened
 from rollstream.consumers.weights.rollback import RollbackNote, note_of

@@ -14,7 +14,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.buffers.storage.layouts import layout_of, refuse_other
+from rollstream.consumers.buffers.storage.segments import layout_of, refuse_other
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
 from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, Format, format_named

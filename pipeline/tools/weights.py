@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from rollstream.consumers.files.stores import shown
 from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.chains import ChainBroken, load_version, needed
-from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused, place_of
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.consumers.weights.rollback import RollbackNote, roll_back
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler

@@ -1,18 +1,18 @@
 from ._version import __version__
 from .consumers.batch_reader import BatchReader, ReadBatch
 from .consumers.buffers.groups.config import GroupStoreConfig
-from .consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
+from .consumers.buffers.groups.forwarding import GrpoBatchMaker
 from .consumers.buffers.groups.store import GroupReplayBuffer
 from .consumers.buffers.groups.view import GroupStore
 from .consumers.buffers.rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
-from .consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
 from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
+from .consumers.buffers.rollouts.rows import RLLossModule, RLOOLoss
 from .consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from .consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from .consumers.buffers.trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
-from .consumers.buffers.trajectories.cache import TrajectoryCache
 from .consumers.buffers.trajectories.dataset import MixedDataset
 from .consumers.buffers.trajectories.filler import TrajectoryFiller
+from .consumers.buffers.trajectories.shelf import TrajectoryCache
 from .consumers.files.atomic_files import StoreError
 from .consumers.grouping.config import GrouperConfig, GroupingConfig
 from .consumers.grouping.core.estimators import Estimator, Outcomes

@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core.grouping_task import TaskCommit
 from rollstream.consumers.grouping.process import grouping_process
-from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
+from rollstream.consumers.grouping.process.committer import TransactionPublisher
 from rollstream.pipeline.roles.group import COLLECT_AFTER
 from rollstream.topics import logs
 from rollstream.topics.config import KafkaConfig

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from rollstream.consumers.learner.reproducibility import prepare_environment
 from rollstream.topics import logs
@@ -40,9 +40,8 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from rollstream.consumers.learner.records.device_checksum import device_checksum
     from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-    from rollstream.consumers.learner.training.snapshot import Snapshots
+    from rollstream.consumers.learner.training.snapshot import Snapshots, device_checksum
 
     count = max(1, arguments["rollouts"] * 1024 * 1024 // (2 * ROWS * COLUMNS))
     params = {f"layer.{n}": 0.02 * jax.random.normal(jax.random.key(n), (ROWS, COLUMNS)) for n in range(count)}

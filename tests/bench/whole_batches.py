@@ -11,7 +11,7 @@ import numpy as np
 
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.decoder import KeyValueCache, Params, decode_step, final_logits, prefill
-from rollstream.consumers.models.token_choice import SamplingArrays, choose
+from rollstream.consumers.models.slot_steps import SamplingArrays, choose
 
 
 class TimedRequest(NamedTuple):

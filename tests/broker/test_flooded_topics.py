@@ -18,7 +18,7 @@ from rollstream.consumers.batch_reader import IndexReader
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
-from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.input.followed_topics import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver

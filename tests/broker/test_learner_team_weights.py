@@ -11,8 +11,7 @@ from rollstream.consumers.models.adapters import merged
 from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.weights.chains import load_version
-from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.conversion import converted
+from rollstream.consumers.weights.content import Arrays, converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.labeling.recovery import recover
+from rollstream.consumers.labeling.positions import recover
 from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.rollout_producer import RolloutProducer

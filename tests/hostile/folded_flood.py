@@ -8,8 +8,7 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.core.plug_ins import PlugIns
-from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.core.plug_ins import MAKERS, PlugIns
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import JournalRecord
 from rollstream.topics.records.journal import JournalCounts, from_ranges

@@ -18,7 +18,7 @@ from typing import get_args, get_type_hints
 
 from docs.build import rendered
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
-from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.core.plug_ins import MAKERS
 from rollstream.consumers.learner.objective import RECIPES, LossConfig, policy_metrics, reported
 from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.command_line.commands import COMMANDS

@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, IndexReader
 from rollstream.consumers.grouping.process.bootstrap import recover
-from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.input.followed_topics import Exclusions
 from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower

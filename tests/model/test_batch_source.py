@@ -5,10 +5,10 @@ from contextlib import closing
 
 import numpy as np
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
 from rollstream.consumers.learner.input.step_loader import BatchSource
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun

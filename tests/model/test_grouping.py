@@ -76,8 +76,8 @@ def test_rollouts_become_batches_that_name_their_offsets(real_run: RealRun) -> N
 def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """An open transaction holds a batch, journal and index record; none of it is read before the commit."""
     from rollstream.consumers.grouping.core.grouping_task import TaskCommit
+    from rollstream.consumers.grouping.process.committer import TransactionPublisher
     from rollstream.consumers.grouping.process.restoration import records_of
-    from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.prepare()

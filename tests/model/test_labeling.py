@@ -14,9 +14,8 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, members
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
+from rollstream.consumers.labeling.positions import SOURCE, ensure_positions, recover
 from rollstream.consumers.labeling.process import LabelingProcess, PartitionOutcomes
-from rollstream.consumers.labeling.recovery import recover
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig

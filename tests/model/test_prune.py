@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaException
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.verification import index_of

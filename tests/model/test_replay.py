@@ -1,7 +1,7 @@
 """A learner that draws from a rollout buffer, on a real broker: kill -9 costs only time, and all is on record."""
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.kafka import provisioning

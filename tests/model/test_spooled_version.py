@@ -9,9 +9,9 @@ import pytest
 from blake3 import blake3
 
 from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.chains import SpooledVersion, SpoolFailed
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.spooled_version import SpooledVersion, SpoolFailed
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.params_digest import params_digest
 from tests.model.test_weights_deltas import params, publish, publisher

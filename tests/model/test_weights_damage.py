@@ -12,12 +12,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.conversion import converted
+from rollstream.consumers.weights.content import converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests

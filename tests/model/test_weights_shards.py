@@ -11,8 +11,7 @@ import pytest
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.consumers.weights.shard_barrier import LeadBarrier, ShardMissing
-from rollstream.consumers.weights.shard_member import ShardMember
+from rollstream.consumers.weights.shard_barrier import LeadBarrier, ShardMember, ShardMissing
 from rollstream.consumers.weights.shards import Offer, Plan
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.wire.params_digest import params_digest

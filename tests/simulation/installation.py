@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Producer
 
 from rollstream.consumers import transactions as publishing
 from rollstream.consumers.grouping.process import punctuator
-from rollstream.consumers.grouping.process.broker_clock import BrokerClock
+from rollstream.consumers.grouping.process.punctuator import BrokerClock
 from rollstream.topics.kafka import clients, groups, hanging_transactions, open_transactions
 from rollstream.topics.kafka import reader as kafka_reader
 from rollstream.topics.kafka import transactions as producing

@@ -8,8 +8,8 @@ import pytest
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.grouping_task import TaskCommit
 from rollstream.consumers.grouping.process import restorer
+from rollstream.consumers.grouping.process.committer import TransactionPublisher
 from rollstream.consumers.grouping.process.task_manager import TaskManager
-from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader

@@ -14,7 +14,7 @@ import msgspec
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.pretrained import initial_params, resolved
-from rollstream.consumers.learner.records.device_checksum import device_checksum
+from rollstream.consumers.learner.training.snapshot import device_checksum
 from rollstream.consumers.models.parameters import shapes
 
 _STATUS = Path("/proc/self/status")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.process.restoration import Restoration, reader_of_restores
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.topics.config import KafkaConfig

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rollstream.consumers.serving.engines import EXTENSION
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
-from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from rollstream.infra.broker.ports import free_port
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually

@@ -2,6 +2,9 @@
 maker without a batch when it is superseded, or when there are too many groups.
 
 A rollout that a batch has delivered is never offered again.
+
+A GrpoBatchMaker also works without a store, on single rollouts in memory; in a store of groups it acts as a
+ReservoirBatchMaker.
 """
 
 import contextlib
@@ -10,14 +13,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
-from rollstream.consumers.buffers.groups.group_files import RolloutGroup
+from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, group_of
 from rollstream.consumers.buffers.groups.index import GroupEntry
+from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.grouping.core.advantages import group_episodes, member_advantages
+from rollstream.consumers.grouping.core.batch_assembly import group_episodes, member_advantages
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member
 from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRollout
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, SealedGroup
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import Rollout
 from rollstream.topics.wire.rl_examples import RLExample, Source
 
 
@@ -162,3 +169,73 @@ def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[
     return sealed, [
         HeldExample.of(m.rollout, m.source, advantages[uid].share).plain() for uid, m in collected.members.items()
     ]
+
+
+_BATCH_BYTES = 2**40
+"""No limit in practice, because batches in memory need none."""
+
+
+class GrpoBatchMaker(ReservoirBatchMaker):
+    """Groups rollouts by (environment, example, policy version), keeps only the latest version of each example, and
+    draws from rollouts with a nonzero advantage (`rloo`).
+
+    A rollout is delivered once. Advantages of undelivered rollouts change as their group grows.
+    """
+
+    def __init__(self, rng_seed: int = 0, environment_name: str = "") -> None:
+        """`environment_name` is the only environment whose rollouts are accepted; empty accepts all."""
+        super().__init__(MakerContext(partition=0, seed=rng_seed, batch_bytes=_BATCH_BYTES))
+        self.environment_name = environment_name
+        self._groups: dict[tuple[str, str], list[PlacedRollout]] = {}
+        """Single rollouts of the latest version, by environment and example."""
+        self._grown: set[tuple[str, str]] = set()
+        self._delivered: set[Source] = set()
+        self._drawn = 0
+
+    def add_rollout(self, example: RLExample | Rollout | RolloutRecord, group: SealedGroup | None = None) -> None:
+        """Add a rollout. A store passes its sealed group; other callers pass no group.
+
+        A rollout with a known uid, or of a superseded version, is skipped. Raises RecordError for a rollout of another
+        environment.
+        """
+        if isinstance(example, RLExample):
+            super().add_rollout(example, group)
+            return
+        rollout = as_rollout(example) if isinstance(example, RolloutRecord) else example
+        if self.environment_name not in ("", rollout.environment):
+            raise RecordError(
+                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, but this maker accepts "
+                f"only {self.environment_name!r}; use another maker for it"
+            )
+        key = (rollout.environment, rollout.example_id)
+        members = self._groups.setdefault(key, [])
+        latest = members[0].rollout.policy_version if members else rollout.policy_version
+        if rollout.policy_version > latest:
+            self._forget(members)
+            members.clear()
+        elif rollout.policy_version < latest or any(rollout.uid == member.rollout.uid for member in members):
+            return
+        members.append(PlacedRollout(rollout, Source(-1, -1, rollout.uid)))
+        self._grown.add(key)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        """Return `batch_size` examples in an order drawn from the seed, or None if there are fewer."""
+        for key in sorted(self._grown):
+            members = self._groups[key]
+            self._forget(members)
+            sealed, rows = examples_of(group_of(members, 0.0), "rloo")
+            for row in rows:
+                if row.source not in self._delivered:
+                    super().add_rollout(row, sealed)
+        self._grown.clear()
+        if self._groups:
+            self.take_discarded()  # Without a store, discarded rollouts are not counted.
+            self.batch_number = self._drawn
+        batch = super().create_batch(batch_size)
+        if batch is not None and self._groups:
+            self._drawn += 1
+            self._delivered.update(row.source for row in batch)
+        return batch
+
+    def _forget(self, members: Iterable[PlacedRollout]) -> None:
+        self.discard([member.source for member in members if member.source in self._numbers])

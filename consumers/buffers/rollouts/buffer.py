@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollstream.consumers.batch_reader import ReadBatch
-from rollstream.consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
-from rollstream.consumers.buffers.rollouts.rows import rollouts_of, unsound
+from rollstream.consumers.buffers.rollouts.rows import RLLossModule, RLOOLoss, rollouts_of, unsound
 from rollstream.consumers.buffers.rollouts.shelf import Removal, Shelf, ShelfEntry, ShelfRules
 from rollstream.consumers.buffers.rollouts.snapshot_file import (
     BufferSnapshot,

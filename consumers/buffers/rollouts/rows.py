@@ -1,10 +1,17 @@
-"""Rollouts for a rollout buffer: checks of single rollouts, and the rollouts of a batch of the log. Pure functions."""
+"""Rollouts for a rollout buffer: checks, the rollouts of a batch of the log, and advantages of rollouts added by hand.
+
+Rollouts from the log keep the advantages of their batch.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, estimator, rloo
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Float32, NamedArray, Rollout, RolloutMetadata, SamplingParams, TrainingBatch
 from rollstream.topics.wire.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
 
@@ -81,3 +88,48 @@ def rollouts_of(
             ),
             advantage,
         )
+
+
+class RLLossModule(Protocol):
+    """A loss that computes an advantage for each rollout of a group."""
+
+    def compute_advantages(self, rollouts: Sequence[Rollout], /) -> Sequence[float]:
+        """Return one number for each rollout of a group, in order."""
+
+
+@dataclass(frozen=True)
+class EstimatorLoss:
+    """Advantages by the estimator `name` of grouping.
+
+    Raises ConfigurationError for an unknown estimator, or one that normalises over batches.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if estimator(self.name).over_batch is not None:
+            whole = ", ".join(name for name, how in ESTIMATORS.items() if how.over_batch is None)
+            raise ConfigurationError(
+                f"estimator {self.name!r} normalises over the batches that grouping cuts, but a group in a buffer "
+                f"belongs to no batch; choose {whole}, or read rollouts and their advantages from the log"
+            )
+
+    def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:
+        """See `rollstream.consumers.grouping.core.estimators`."""
+        return estimator(self.name).within_group(
+            Outcomes(
+                rewards=tuple(rollout.reward for rollout in rollouts),
+                lengths=tuple(int(rollout.loss_mask.sum()) for rollout in rollouts),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class RLOOLoss(EstimatorLoss):
+    """r_i minus the mean of the other rewards; 0 for a group of one rollout."""
+
+    name: str = "rloo"
+
+    def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:
+        """Return advantages from rewards alone, without counting tokens."""
+        return rloo(Outcomes(rewards=tuple(rollout.reward for rollout in rollouts), lengths=()))

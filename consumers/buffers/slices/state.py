@@ -12,7 +12,7 @@ import numpy as np
 
 from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
 from rollstream.consumers.buffers.slices.episode_index import EpisodeIndex
-from rollstream.consumers.buffers.storage.layouts import Layout
+from rollstream.consumers.buffers.storage.segments import Layout
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}\Z")]
 """Beginning of the names of a buffer's files."""

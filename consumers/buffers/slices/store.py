@@ -24,8 +24,7 @@ from rollstream.consumers.buffers.slices.state import (
     SnapshotRecord,
 )
 from rollstream.consumers.buffers.storage.journal import Journal, JournalFollower, read_journal, write_journal
-from rollstream.consumers.buffers.storage.layouts import Layout, layout_of, refuse_other
-from rollstream.consumers.buffers.storage.segments import SegmentFiles, SegmentGone
+from rollstream.consumers.buffers.storage.segments import Layout, SegmentFiles, SegmentGone, layout_of, refuse_other
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, remove_unfinished
 from rollstream.topics.errors import ConfigurationError, RecordError
 

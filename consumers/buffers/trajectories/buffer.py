@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
-from rollstream.consumers.buffers.storage.layouts import Layout, refuse_other
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
-from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
+from rollstream.consumers.buffers.storage.segments import Layout, refuse_other
+from rollstream.consumers.buffers.trajectories.checkpoint import (
+    read_checkpoint,
+    shard,
+    write_checkpoint,
+    write_documents,
+)
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named, with_plain_fields
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import DrawRecord, JournalContent, PositionRecord
-from rollstream.consumers.buffers.trajectories.rlinf_documents import write_documents
+from rollstream.consumers.buffers.trajectories.memory_store import TrajectoryMemory
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, check_trajectory
 from rollstream.consumers.buffers.trajectories.shelf import TrajectoryShelf
 from rollstream.consumers.buffers.trajectories.store import (
@@ -28,7 +33,6 @@ from rollstream.consumers.buffers.trajectories.store import (
     DropOperation,
     TrajectoryStore,
 )
-from rollstream.consumers.buffers.trajectories.unsaved import TrajectoryMemory
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError

@@ -1,11 +1,14 @@
 """Checkpoints of trajectory buffers: directories with one file for each trajectory and a journal that names them.
 
 The journal is written last, atomically, and defines the content of the checkpoint; trajectory_index.json and
-metadata.json next to it are for other programs, in RLinf's form. Directories that RLinf wrote can be read too.
+metadata.json next to it are for people and other programs, in RLinf's form, and written atomically, after the files
+that they name. Directories that RLinf wrote can be read too.
 """
 
+import json
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.consumers.buffers.storage.layouts import Layout, layout_of
+from rollstream.consumers.buffers.storage.segments import Layout, layout_of
 from rollstream.consumers.buffers.trajectories.folder import (
     LOCK,
     Formats,
@@ -26,18 +29,68 @@ from rollstream.consumers.buffers.trajectories.folder import (
 )
 from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import JournalContent, read_content, write_content
-from rollstream.consumers.buffers.trajectories.rlinf_documents import INDEX, METADATA, write_documents
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
 from rollstream.consumers.files.atomic_files import (
     StoreError,
     make_directory,
     read_json,
     remove_unfinished,
+    replacing,
+    write_json,
 )
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+
+INDEX, METADATA = "trajectory_index.json", "metadata.json"
+_PIECE = 4096
+"""Number of entries written at once."""
+
+
+def write_documents(directory: Path, content: JournalContent, format_name: str) -> None:
+    """Write both documents, with `format_name` if there are no files or several formats. Raises StoreError."""
+    row_shape = _row_shape(content.layout)
+    shared = [json.dumps(_shared_fields(description, row_shape))[1:] for description in content.descriptions]
+    ids, uuids = content.entries["id"].tolist(), content.entries["uuid"].tolist()
+    numbers = content.entries["description"].tolist()
+    with replacing(directory / INDEX) as file:
+        file.write(b'{"trajectory_index": {')
+        for first in range(0, len(ids), _PIECE):
+            part = slice(first, first + _PIECE)
+            lines = (
+                f'"{trajectory_id}": {{"uuid": "{uuid.UUID(bytes=name)}", "trajectory_id": {trajectory_id}, {shared[n]}'
+                for trajectory_id, name, n in zip(ids[part], uuids[part], numbers[part], strict=True)
+            )
+            file.write(((", " if first else "") + ", ".join(lines)).encode())
+        file.write(f'}}, "trajectory_id_list": {json.dumps(ids)}}}'.encode())
+    formats = {content.descriptions[number].format for number in set(numbers)}
+    metadata = {
+        "trajectory_format": formats.pop() if len(formats) == 1 else format_name,
+        "size": len(content),
+        "total_samples": sum(content.descriptions[number].samples for number in numbers),
+        "trajectory_counter": content.counter,
+        "seed": content.seed,
+    }
+    write_json(directory / METADATA, metadata)
+
+
+def _shared_fields(description: Description, row_shape: tuple[int, ...]) -> dict[str, Any]:
+    fields = {
+        "num_samples": description.samples,
+        "shape": [description.steps, description.width, *row_shape],
+        "max_episode_length": description.max_episode_length,
+        "model_weights_id": description.model_weights_id,
+    }
+    return {**fields, "folder": description.folder} if description.folder else fields
+
+
+def _row_shape(layout: Layout) -> tuple[int, ...]:
+    """Return the row shape of prev_logprobs, else of rewards, from which RLinf takes the shape of a trajectory."""
+    shapes = {leaf.path: leaf.shape for leaf in layout}
+    return shapes.get("prev_logprobs", shapes.get("rewards", ()))
+
+
 _OLD_INDEX = "trajector_index.json"
 """Name of the index in earlier versions of RLinf's tools."""
 

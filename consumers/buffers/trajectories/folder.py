@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.buffers.storage.layouts import layout_of
+from rollstream.consumers.buffers.storage.segments import layout_of
 from rollstream.consumers.buffers.trajectories.formats import Format, description_of
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent

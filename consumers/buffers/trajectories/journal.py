@@ -19,7 +19,7 @@ from rollstream.consumers.buffers.storage.journal import (
     read_journal,
     write_journal,
 )
-from rollstream.consumers.buffers.storage.layouts import Layout
+from rollstream.consumers.buffers.storage.segments import Layout
 from rollstream.consumers.buffers.trajectories.index import ROW, Description, TrajectoryEntry, TrajectoryIndex
 from rollstream.consumers.files.atomic_files import StoreError, sync_directory
 

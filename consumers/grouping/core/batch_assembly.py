@@ -1,25 +1,29 @@
-"""Assembly of RL examples from members of sealed groups, and of a TrainingBatch from a maker's examples.
+"""Advantages of the members of sealed groups, and assembly of RL examples and of a TrainingBatch from them.
 
-The functions are pure. Rows keep the maker's order, and groups are in the order of their first row.
+The functions are pure. Rows keep the maker's order, and groups are in the order of their first row. The first stage of
+an estimator runs once over each group, when the group seals. Its second stage, if it has one, runs over the rows of a
+batch, when the batch is cut.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rollstream.consumers.grouping.core.effects import EncodedBatch
-from rollstream.consumers.grouping.core.groups import Group
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean, without_noise
+from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
 from rollstream.consumers.grouping.core.held_rollouts import (
     LOGPROBS,
     LOSS_MASK,
     TOKENS,
     HeldRollout,
     advantage_bytes,
+    with_advantage,
 )
 from rollstream.consumers.grouping.makers.batch_maker import array_bytes, group_bytes, row_bytes
 from rollstream.topics.records import BatchIndexEntry
@@ -157,3 +161,59 @@ def _pieces() -> FramePieces:
 def _column(form: str, values: Sequence[float]) -> list[Piece]:
     """Return the bytes of a column of numbers, in a form of the module struct."""
     return [struct.pack(f"<{len(values)}{form}", *values)]
+
+
+class GroupEpisodes(NamedTuple):
+    """The N episodes of a group and their outcomes."""
+
+    episodes: list[list[Member]]
+    """Members of each episode, [N]: the branches that arrived."""
+    outcomes: Outcomes
+
+
+def group_episodes(group: Group) -> GroupEpisodes:
+    """Return the episodes of a sealed group."""
+    episodes: dict[str, list[Member]] = {}
+    for member in group.members.values():
+        episodes.setdefault(episode_of(member.rollout), []).append(member)
+    branches_of = list(episodes.values())
+    rewards = without_noise([mean([m.rollout.reward for m in branches]) for branches in branches_of])
+    lengths = tuple(sum(m.rollout.sampled for m in branches) for branches in branches_of)
+    return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
+
+
+def member_advantages(group: Group, episodes: GroupEpisodes, estimator: Estimator) -> dict[str, MemberAdvantage]:
+    """Return the advantage of each member by uid, in order of arrival.
+
+    The share of a branch that did not arrive is not redistributed.
+    """
+    advantages = estimator.within_group(episodes.outcomes)
+    by_uid = {
+        member.rollout.uid: MemberAdvantage(advantage, member.rollout.branches)
+        for branches, advantage in zip(episodes.episodes, advantages, strict=True)
+        for member in branches
+    }
+    return {uid: by_uid[uid] for uid in group.members}
+
+
+def over_batch(
+    examples: Sequence[RLExample], groups: Sequence[Group], estimators: Mapping[str, Estimator] = ESTIMATORS
+) -> list[RLExample]:
+    """Return the R examples of a batch after the second stage; `groups[r]` is the group of `examples[r]`.
+
+    The second stage of an estimator gets all rows whose groups sealed under that estimator. The weight of a row is its
+    number of sampled tokens divided by the number of branches of its episode. Other rows stay unchanged.
+    """
+    finished = list(examples)
+    for name in dict.fromkeys(group.estimator for group in groups):
+        stage = estimators[name].over_batch
+        if stage is None:
+            continue
+        rows = [row for row, group in enumerate(groups) if group.estimator == name]
+        advantages = [groups[row].advantages[examples[row].source.uid] for row in rows]
+        sampled = (groups[row].members[examples[row].source.uid].rollout.sampled for row in rows)
+        weights = [tokens / a.branches for tokens, a in zip(sampled, advantages, strict=True)]
+        values = stage([a.episode for a in advantages], weights)
+        for row, before, value in zip(rows, advantages, values, strict=True):
+            finished[row] = with_advantage(examples[row], before._replace(episode=value).share)
+    return finished

@@ -16,9 +16,8 @@ from rollstream.consumers.grouping.config import (
 )
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.estimators import estimator, is_user_estimator
-from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
+from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns, batch_maker, is_user_maker
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
-from rollstream.consumers.grouping.makers.registry import batch_maker, is_user_maker
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark
 from rollstream.topics.wire.signatures import is_signed_by, mark_context

@@ -9,13 +9,12 @@ from typing import Literal, NamedTuple
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import batch_assembly
-from rollstream.consumers.grouping.core.advantages import over_batch
+from rollstream.consumers.grouping.core.batch_assembly import over_batch
 from rollstream.consumers.grouping.core.effects import EncodedBatch
 from rollstream.consumers.grouping.core.groups import Group, Stage
 from rollstream.consumers.grouping.core.held_rollouts import HeldExample, is_of
-from rollstream.consumers.grouping.core.plug_ins import PlugIns
+from rollstream.consumers.grouping.core.plug_ins import PlugIns, batch_maker
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
-from rollstream.consumers.grouping.makers.registry import batch_maker
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records.fates import BATCHED
 from rollstream.topics.wire.rl_examples import RLExample

@@ -10,10 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
-from rollstream.consumers.grouping.core.deadlines import DeadlineKind
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
-from rollstream.consumers.grouping.core.groups import Group
+from rollstream.consumers.grouping.core.groups import DeadlineKind, Group
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.rollout_reader import read_again, read_rollouts
 from rollstream.topics.records import GroupCancelled, Mark, Rollout

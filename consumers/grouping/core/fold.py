@@ -26,8 +26,7 @@ from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
-from rollstream.consumers.grouping.core.replay import Replay
-from rollstream.consumers.grouping.core.task_state import TaskState
+from rollstream.consumers.grouping.core.task_state import Replay, TaskState
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.records import FateCount, Mark
 from rollstream.topics.wire import codec

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
-from rollstream.consumers.grouping.core import advantages, batch_assembly, memory_costs
-from rollstream.consumers.grouping.core.deadlines import DeadlineKind, Deadlines
+from rollstream.consumers.grouping.core import batch_assembly, group_tables
 from rollstream.consumers.grouping.core.delivery import BatchDelivery
 from rollstream.consumers.grouping.core.drop_rules import (
     Clocks,
@@ -22,15 +21,13 @@ from rollstream.consumers.grouping.core.drop_rules import (
 )
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import estimator
-from rollstream.consumers.grouping.core.finished_groups import FinishedGroups
-from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, Stage
+from rollstream.consumers.grouping.core.group_tables import FinishedGroups, LiveGroups
+from rollstream.consumers.grouping.core.groups import DeadlineKind, Deadlines, Group, GroupKey, Member, Stage
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.consumers.grouping.core.live_groups import LiveGroups
+from rollstream.consumers.grouping.core.limits import Rates
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
-from rollstream.consumers.grouping.core.rates import Rates
-from rollstream.consumers.grouping.core.replay import Replay
-from rollstream.consumers.grouping.core.task_state import TaskState
+from rollstream.consumers.grouping.core.task_state import Replay, TaskState
 from rollstream.topics.records import GroupCancelled, RateLevel
 from rollstream.topics.wire.codec import frame_of
 from rollstream.topics.wire.rl_examples import Source
@@ -66,7 +63,7 @@ class GroupLifecycle:
         group = self._live.open.get(key) or self._open(key, record.offset, rollout.group_size)
         source = Source(self._partition, record.offset, rollout.uid)
         rest = rollout.trimmed(self.clocks.config.token_arrays)
-        size_bytes = memory_costs.member_cost(rest)
+        size_bytes = group_tables.member_cost(rest)
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
@@ -89,7 +86,7 @@ class GroupLifecycle:
             return
         group.control_offsets.append(record.offset)
         self._tracker.admit(record.offset, before)
-        self._live.hold(group, memory_costs.cancellation_cost(cancelled.uids))
+        self._live.hold(group, group_tables.cancellation_cost(cancelled.uids))
         if group.expected <= 0:
             self._drop(group, Rejection("cancelled", "every member was cancelled"))
         elif group.complete:
@@ -121,7 +118,7 @@ class GroupLifecycle:
     def _open(self, key: GroupKey, offset: int, size: int) -> Group:
         group = Group(key, offset, self.clocks.stream_time_ms, size)
         self._live.add_open(group)
-        self._live.hold(group, memory_costs.group_cost(key))
+        self._live.hold(group, group_tables.group_cost(key))
         self._set_deadline(self.clocks.config.group_deadline_s, DeadlineKind.OPEN, group)
         return group
 
@@ -209,7 +206,7 @@ class GroupLifecycle:
         self._live.close(group)
         group.sealed_ms = self.clocks.stream_time_ms
         group.batch_bytes = batch_assembly.batch_bytes(group)
-        episodes = advantages.group_episodes(group)
+        episodes = batch_assembly.group_episodes(group)
         how = estimator(config.estimator, self._estimators)
         rejection = (
             sealed_rejection(group, self.clocks)
@@ -220,7 +217,7 @@ class GroupLifecycle:
             self._drop(group, rejection)
             return
         group.estimator = config.estimator
-        group.advantages = advantages.member_advantages(group, episodes, how)
+        group.advantages = batch_assembly.member_advantages(group, episodes, how)
         self._live.add_sealed(group)
         self._watch_age(group)
         if key.policy_version > self.clocks.policy_version:

@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.config import ForeignConfiguration, GrouperCo
 from rollstream.consumers.grouping.core.configuration_marks import BATCH_BYTES_LIMIT, VERSION_STEP
 from rollstream.consumers.grouping.core.effects import Effects, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark
 

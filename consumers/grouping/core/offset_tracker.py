@@ -15,10 +15,9 @@ from rollstream.consumers.grouping.core.effects import (
     InputRecord,
     PendingEffects,
 )
-from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.groups import Group
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.core.task_journal import FateCounts, split_record
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.records import (
     Drop,

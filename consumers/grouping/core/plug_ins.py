@@ -6,14 +6,48 @@ name.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes
-from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory, load_makers
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.user_code import load_object
+
+MakerFactory = Callable[[MakerContext], BatchMaker]
+MAKERS: dict[str, MakerFactory] = {"fifo": FifoBatchMaker, "reservoir": ReservoirBatchMaker}
+
+
+def is_user_maker(name: str) -> bool:
+    """Whether a name refers to a user's maker: package.module:Class or path/to/file.py:Class."""
+    return ":" in name
+
+
+def load_makers(names: Iterable[str]) -> dict[str, MakerFactory]:
+    """Import makers by name, package.module:Class or path/to/file.py:Class, and add them to MAKERS.
+
+    Raises ConfigurationError for a malformed name, a module that cannot be imported, or an object that is not a
+    BatchMaker.
+    """
+    return {**MAKERS, **{name: _imported_maker(name) for name in names}}
+
+
+def batch_maker(name: str, context: MakerContext, makers: Mapping[str, MakerFactory] = MAKERS) -> BatchMaker:
+    """Return a new maker by its name in `makers`. Raises ConfigurationError for an unknown name."""
+    if name not in makers:
+        remedy = "; a maker of yours must be named in grouper.makers, too" if is_user_maker(name) else ""
+        raise ConfigurationError(f"grouping.maker is {name!r}; makers are {', '.join(makers)}{remedy}")
+    return makers[name](context)
+
+
+def _imported_maker(name: str) -> MakerFactory:
+    maker = load_object(name, "grouper.makers names", "a maker is named package.module:Class")
+    if not (isinstance(maker, type) and issubclass(maker, BatchMaker)):
+        raise ConfigurationError(f"grouper.makers names {name!r}, which is not a subclass of BatchMaker")
+    return maker
+
 
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 
@@ -41,7 +75,7 @@ def load_plug_ins(grouper: GrouperConfig) -> PlugIns:
 def load_estimators(names: Iterable[str]) -> dict[str, Estimator]:
     """Import estimators by name: package.module:name or path/to/file.py:name. Each object is an Estimator, or a
     function that is its first stage. Their results are checked. Raises ConfigurationError as `load_plug_ins` does."""
-    return {name: checked(name, _imported(name)) for name in names}
+    return {name: checked(name, _imported_estimator(name)) for name in names}
 
 
 def checked(name: str, estimator: Estimator) -> Estimator:
@@ -68,7 +102,7 @@ def _checked(name: str, values: Sequence[float], count: int) -> list[float]:
     return numbers
 
 
-def _imported(name: str) -> Estimator:
+def _imported_estimator(name: str) -> Estimator:
     named = load_object(name, "grouper.estimators names", "an estimator is named package.module:function")
     if isinstance(named, Estimator):
         return named

@@ -6,6 +6,7 @@ protocol, a restart under the same ordinal within kafka.session_timeout_s moves 
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,16 +14,13 @@ from contextlib import suppress
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from rollstream.consumers.grouping.core.configuration_marks import check_names
-from rollstream.consumers.grouping.core.journal_splitting import LEAST_RECORD_BYTES
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
-from rollstream.consumers.grouping.process.commit_pace import GATHER_S, CommitPace
-from rollstream.consumers.grouping.process.committer import Committer
+from rollstream.consumers.grouping.core.task_journal import LEAST_RECORD_BYTES
+from rollstream.consumers.grouping.process.committer import GATHER_S, CommitPace, Committer, TransactionPublisher
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.punctuator import Punctuator
-from rollstream.consumers.grouping.process.reading_pace import ReadingPace
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
-from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.paused_partitions import PauseWatch
@@ -39,6 +37,48 @@ from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
+
+
+class ReadingPace:
+    """Says how many records the next poll may return, and waits until at least one may be read."""
+
+    def __init__(
+        self,
+        records_per_s: float,
+        turn_s: float,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        """A `records_per_s` of 0 sets no limit. Unused allowance accumulates for at most `turn_s`, so that no burst
+        follows idle time."""
+        self._rate, self._clock, self._sleep = records_per_s, clock or time.monotonic, sleep or time.sleep
+        self._room = max(1.0, records_per_s * turn_s)
+        self._left = self._room
+        self._at = self._clock()
+
+    def most(self, limit: int) -> int:
+        """Return how many records may be read now, at least 1 and at most `limit`.
+
+        Waits until half of a turn's records may be read, because many polls of a few records each would cost more time.
+        """
+        if not self._rate:
+            return limit
+        self._refill()
+        if (lacking := max(1.0, self._room / 2) - self._left) > 0:
+            self._sleep(lacking / self._rate)
+            self._refill()
+        return max(1, min(limit, math.floor(self._left)))
+
+    def passed(self, records: int) -> None:
+        """Count records that were read."""
+        self._left -= records
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._room, self._left + (now - self._at) * self._rate)
+        self._at = now
+
+
 _REPORT_EVERY_S = 5.0
 
 

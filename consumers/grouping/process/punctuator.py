@@ -1,11 +1,16 @@
-"""Appends the marks that tasks ask for: for an overdue deadline, a new policy version or a higher generation."""
+"""Appends the marks that tasks ask for: for an overdue deadline, a new policy version or a higher generation.
+
+Grouping continues if the host's clock is set back: the clock is read once, then a monotonic clock advances the estimate
+of the broker's time, and append times correct it: a record that was read was appended earlier, and the append time of a
+record just written is the present time.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.process.broker_clock import BrokerClock
 from rollstream.consumers.grouping.process.mark_writer import MarkWriter
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.follower import TopicFollower
@@ -17,6 +22,33 @@ from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
+
+
+class BrokerClock:
+    """Estimate of the broker's clock in milliseconds."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._ahead_ms = int(wall() * 1000) - self._elapsed_ms
+
+    @property
+    def now_ms(self) -> int:
+        """Present time. It only goes back after a response from the broker, never because the host's clock was set."""
+        return self._elapsed_ms + self._ahead_ms
+
+    def passed(self, append_ms: int) -> None:
+        """Note that a record with this append time was read: the present time is not earlier."""
+        self._ahead_ms = max(self._ahead_ms, append_ms - self._elapsed_ms)
+
+    def told(self, append_ms: int) -> None:
+        """Note that the broker appended a record just now with this time."""
+        self._ahead_ms = append_ms - self._elapsed_ms
+
+    @property
+    def _elapsed_ms(self) -> int:
+        return int(self._monotonic() * 1000)
+
+
 _FLUSH_S = 5.0
 
 

@@ -14,8 +14,8 @@ from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
 from rollstream.consumers.grouping.process.bootstrap import committed_offset, journal_record
 from rollstream.consumers.grouping.process.skipped_offsets import requested_skips

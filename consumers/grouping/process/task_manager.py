@@ -13,11 +13,9 @@ from types import MappingProxyType
 
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.rollout_reader import read_rollouts
-from rollstream.consumers.grouping.process.commit_pace import CommitPace
-from rollstream.consumers.grouping.process.committer import Committer
+from rollstream.consumers.grouping.process.committer import CommitPace, Committer
 from rollstream.consumers.grouping.process.restoration import records_of
-from rollstream.consumers.grouping.process.restorer import Restorer
-from rollstream.consumers.grouping.process.seeks import Seeks
+from rollstream.consumers.grouping.process.restorer import Restorer, Seeks
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.groups import GroupMember

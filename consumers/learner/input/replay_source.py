@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.input.followed_topics import Exclusions
 from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.learner.input.replay_selection import PastUses, ReplaySelection
 from rollstream.consumers.learner.input.step_loader import LogSource

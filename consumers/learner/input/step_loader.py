@@ -28,10 +28,9 @@ from rollstream.consumers.learner.input.batch_selection import (
     totals_of,
     unfit_uses,
 )
-from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.input.followed_topics import Exclusions, PublisherSteps
 from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.learner.input.prefetch import Prefetcher
-from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
 from rollstream.consumers.learner.training.packing import PackedStep, TrainingSequence, pack_for, sequences_of

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.parallel.mesh import ROW_AXES, axis_sizes, row_shares
-from rollstream.consumers.models.sharded import GATHERED, Params
+from rollstream.consumers.models.sharding import GATHERED, Params
 
 _SHARES = "fsdp"
 _sum: Callable[..., Any] = jax.lax.psum

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
-from rollstream.consumers.learner.checkpoint_paths import META, is_remote, learner_directory
+from rollstream.consumers.learner.checkpoint_paths import META, LearnerPosition, is_remote, learner_directory
 from rollstream.consumers.learner.config import CheckpointConfig
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
 from rollstream.topics.errors import Fenced, RollstreamError, StateRefused, brief

@@ -14,14 +14,13 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.served_metrics import serve
 from rollstream.consumers.learner.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
-from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.conversion import converted
+from rollstream.consumers.weights.content import Arrays, converted
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel

@@ -26,10 +26,9 @@ from rollstream.consumers.learner.training.corrections import (
     returns,
 )
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
-from rollstream.consumers.models.activations import sequence_parts
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import BLOCKS, Params, hidden, token_logprobs
-from rollstream.consumers.models.sharded import Whole, as_given
+from rollstream.consumers.models.sharding import Whole, as_given, sequence_parts
 from rollstream.topics.errors import ConfigurationError
 
 Arrays = Mapping[str, jax.Array]

@@ -44,10 +44,10 @@ from rollstream.consumers.learner.training.packing import (
     rows_by_length,
     words_of_row,
 )
-from rollstream.consumers.learner.training.teacher import teacher_of
-from rollstream.consumers.learner.training.trained_parameters import (
+from rollstream.consumers.learner.training.step_parameters import (
     chosen,
     gradient_in,
+    teacher_of,
     trained_in_steps,
     trained_in_warm_start,
 )

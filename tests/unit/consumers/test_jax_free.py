@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 JAX_FREE = (
     "rollstream.consumers.models.config",
     "rollstream.consumers.models.tokenizer",
-    "rollstream.consumers.models.errors",
+    "rollstream.consumers.models.tokenizer",
     "rollstream.consumers.models.huggingface",
     "rollstream.consumers.models.tokenizer_file",
     "rollstream.consumers.learner.config",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.core.task_journal import split_record
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import decode_as, encode

@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
+from rollstream.consumers.buffers.groups.forwarding import GrpoBatchMaker
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
-from rollstream.consumers.buffers.rollouts.losses import RLOOLoss
 from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord
+from rollstream.consumers.buffers.rollouts.rows import RLOOLoss
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
+from rollstream.consumers.grouping.core.task_journal import FateCounts
 from rollstream.consumers.grouping.selection_bias import (
     DEPENDENT,
     RolloutMoments,

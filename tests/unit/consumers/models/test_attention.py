@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.models import attention
-from rollstream.consumers.models.causal_blocks import causal_blocks
+from rollstream.consumers.models.attention import causal_blocks
 
 Attend = Callable[..., jax.Array]
 

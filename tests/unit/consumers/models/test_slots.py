@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.models import decoder
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.errors import PromptRefused
 from rollstream.consumers.models.slot_steps import decode_slots, fill_slots
 from rollstream.consumers.models.slots import Row, RowTokens, SlotDecoder, cache_bytes, check_devices
+from rollstream.consumers.models.tokenizer import PromptRefused
 from rollstream.topics.errors import ConfigurationError
 
 CONFIG = DecoderConfig(num_hidden_layers=1)

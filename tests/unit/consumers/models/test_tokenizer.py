@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.errors import PromptRefused
-from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterTokenizer
+from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterTokenizer, PromptRefused
 
 TOKENIZER = CharacterTokenizer()
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models import huggingface, parameters
 from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
 from rollstream.consumers.models.config import LoraConfig, manifest_model
-from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint, ServedVersions
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.replica_updater import ReplicaUpdater
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import random_parameters, write_checkpoint, write_tokenizer
-from tests.support.serving_engines import ARRAYS, MODEL, manifest
+from tests.support.serving_engines import ARRAYS, MODEL, EngineStandIn, manifest
 
 Test = Callable[[CheckpointDirectory], Coroutine[Any, Any, None]]
 
@@ -149,3 +152,63 @@ def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_mode
             await checkpoints.add(manifest(4), {**arrays, "extra": np.zeros(1)})
 
     run(tmp_path / "served", test, template=str(template))
+
+
+ENGINE = "http://engine-0"
+
+
+class RecordedVersions(ServedVersions):
+    """Records which versions were removed; a removal takes time, as that of files does."""
+
+    def __init__(self, keep_versions: int) -> None:
+        super().__init__(keep_versions=keep_versions)
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.removed: list[int] = []
+
+    async def remove(self, checkpoint: ServedCheckpoint) -> None:
+        self.removed.append(checkpoint.version)
+        self.begun.set()
+        await self.go_on.wait()
+
+
+def checkpoint(version: int) -> ServedCheckpoint:
+    return ServedCheckpoint(version, Path(f"version-{version}"))
+
+
+def test_an_engine_falls_back_to_no_version_that_is_about_to_be_removed() -> None:
+    async def test() -> None:
+        versions = RecordedVersions(keep_versions=1)
+        with versions.using(checkpoint(0)), versions.using(checkpoint(1)):
+            for version in (0, 1, 2):
+                await versions.announce(checkpoint(version))
+                versions.note_good(version, ENGINE)
+        announcing = asyncio.create_task(versions.announce(checkpoint(3)))
+        await versions.begun.wait()
+        fallback = versions.fallback(2, ENGINE)
+        versions.go_on.set()
+        await announcing
+        assert sorted(versions.removed) == [0, 1]
+        assert fallback is None, "its files are being removed"
+
+    asyncio.run(test())
+
+
+def test_a_version_that_an_updater_has_chosen_is_not_removed_before_its_engine_loads_it() -> None:
+    async def test() -> None:
+        versions = RecordedVersions(keep_versions=1)
+        versions.go_on.set()
+        engine = EngineStandIn()
+        engine.hangs.add("pause")
+        await versions.announce(checkpoint(0))
+        updating = asyncio.create_task(ReplicaUpdater(ENGINE, engine, versions, ServingConfig()).run())
+        await asyncio.sleep(0)  # The updater has chosen version 0, and its update has not begun.
+        assert engine.calls == []
+        await versions.announce(checkpoint(1))
+        removed = [*versions.removed]
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await updating
+        assert removed == []
+
+    asyncio.run(test())

@@ -9,10 +9,9 @@ import pytest
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.serving import fleet
-from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.fleet import EngineFleet
-from rollstream.consumers.serving.served_versions import ServedCheckpoint
 from rollstream.consumers.weights.follower import WholeVersion
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError

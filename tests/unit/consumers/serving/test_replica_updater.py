@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint, ServedVersions
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import VersionLate, VersionUnfit
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
-from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from tests.support.log_lines import log_lines
 from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
 

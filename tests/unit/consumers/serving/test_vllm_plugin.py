@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from rollstream.consumers.serving.engines import EXTENSION
 from rollstream.consumers.serving.vllm_plugin import transfer_engine
 from rollstream.consumers.serving.vllm_plugin.registration import register
 from rollstream.consumers.serving.vllm_plugin.requested_versions import HeldVersion
 from rollstream.consumers.serving.vllm_plugin.transfer_engine import LogTransferEngine, UpdateFailed, changed_elements
 from rollstream.consumers.serving.vllm_plugin.worker_extension import WorkerExtension
-from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from tests.support.log_lines import log_lines
 
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4).astype(ml_dtypes.bfloat16)

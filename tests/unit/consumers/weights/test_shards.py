@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.layout import assemble, full_content, split
-from rollstream.consumers.weights.shard_writer import Draft, draft
-from rollstream.consumers.weights.shards import Offer, Plan, Shard, joined, owners, planned
+from rollstream.consumers.weights.shards import Draft, Offer, Plan, Shard, draft, joined, owners, planned
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import Chunk, PolicyManifest
 from rollstream.topics.wire.codec import decode, encode

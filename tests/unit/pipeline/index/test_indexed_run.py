@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.core.task_journal import split_record
 from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline.index import sqlite_files
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD

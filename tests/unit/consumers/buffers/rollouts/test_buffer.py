@@ -11,7 +11,7 @@ from rollstream.consumers.buffers.rollouts.buffer import (
     RolloutReplayBuffer,
     TrainParams,
 )
-from rollstream.consumers.buffers.rollouts.losses import EstimatorLoss
+from rollstream.consumers.buffers.rollouts.rows import EstimatorLoss
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import (
     OldGroup,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
-from rollstream.consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
+from rollstream.consumers.buffers.groups.forwarding import GrpoBatchMaker
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_record, as_rollout
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext

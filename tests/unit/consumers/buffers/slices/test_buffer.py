@@ -13,7 +13,7 @@ import pytest
 from rollstream.consumers.buffers.slices import episode_index
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.episode_cuts import Boundaries
-from rollstream.consumers.buffers.slices.ranked_set import RankedSet
+from rollstream.consumers.buffers.slices.episode_index import RankedSet
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.wire.trajectory_arrays import Trajectory, map_leaves

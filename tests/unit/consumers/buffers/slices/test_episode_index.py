@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.buffers.slices import episode_index
-from rollstream.consumers.buffers.slices.episode_index import EpisodeIndex
-from rollstream.consumers.buffers.slices.ranked_set import RankedSet
+from rollstream.consumers.buffers.slices.episode_index import EpisodeIndex, RankedSet
 
 WRITES = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(1, 9)), max_size=60)
 

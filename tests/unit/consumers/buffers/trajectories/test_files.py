@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rollstream.consumers.buffers.storage import journal as journals
-from rollstream.consumers.buffers.storage.layouts import ArraySpec
+from rollstream.consumers.buffers.storage.segments import ArraySpec
 from rollstream.consumers.buffers.trajectories import npz
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
-from rollstream.consumers.buffers.trajectories.cache import TrajectoryCache
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.buffers.trajectories.index import ROW, Description, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import NAME, JournalContent, read_content, write_content
 from rollstream.consumers.buffers.trajectories.rows import check_trajectory
+from rollstream.consumers.buffers.trajectories.shelf import TrajectoryCache
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
 from rollstream.topics.wire.trajectory_arrays import Trajectory, nest

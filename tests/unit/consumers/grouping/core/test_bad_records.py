@@ -11,7 +11,7 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark, NamedArray, Rollout, SamplingParams

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.core.plug_ins import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.records.journal import from_ranges
 from tests import strategies as draw

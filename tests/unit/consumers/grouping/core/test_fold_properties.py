@@ -16,9 +16,9 @@ import pytest
 from hypothesis import event, given, settings, target
 
 from rollstream.consumers.grouping.core import task_state as state
+from rollstream.consumers.grouping.core.plug_ins import MAKERS
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.makers.batch_maker import group_bytes, row_bytes
-from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import JournalRecord, Rollout

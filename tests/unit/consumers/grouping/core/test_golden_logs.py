@@ -14,7 +14,7 @@ from random import Random
 from blake3 import blake3
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
-from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.core.plug_ins import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.records.journal import from_ranges
 from tests import strategies as draw

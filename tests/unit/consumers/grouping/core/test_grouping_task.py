@@ -2,7 +2,7 @@
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.testing import example_rollout
 from tests.support.pairs import driver
 

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
-from rollstream.consumers.grouping.core import fate_counts, offset_tracker, task_state
-from rollstream.consumers.grouping.core.fate_counts import FateCounts
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
-from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.core import offset_tracker, task_journal, task_state
+from rollstream.consumers.grouping.core.task_journal import FateCounts, JournalPointers, split_record
 from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.consumers.grouping.selection_bias import selections
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
@@ -98,7 +96,7 @@ def test_sums_are_the_same_bits_however_often_the_task_is_restored() -> None:
 
 
 def test_counts_of_more_environments_than_the_journal_holds_are_added_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fate_counts, "COUNTED_BYTES", 1_000)
+    monkeypatch.setattr(task_journal, "COUNTED_BYTES", 1_000)
     counts = FateCounts()
     for number in range(500):
         counts.add(f"environment {number}", "batched", 2)
@@ -117,7 +115,7 @@ def test_counts_of_more_environments_than_the_journal_holds_are_added_together(m
 
 def test_counts_that_were_restored_go_on_like_those_that_were_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a name has an entry of its own depends on the sizes of the others, and not on a crash."""
-    monkeypatch.setattr(fate_counts, "COUNTED_BYTES", 1_000)
+    monkeypatch.setattr(task_journal, "COUNTED_BYTES", 1_000)
     counts = FateCounts()
     while not any(count.environment == OTHER_ENVIRONMENTS for count in counts.records()):
         counts.add(f"environment {len(counts.records()):03d} of many", "batched", 2)

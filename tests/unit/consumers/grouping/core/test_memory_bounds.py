@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core import memory_costs, task_state
+from rollstream.consumers.grouping.core import group_tables, task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.group_tables import finished_group_cost
 from rollstream.consumers.grouping.core.groups import GroupKey
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
-from rollstream.consumers.grouping.core.memory_costs import finished_group_cost
+from rollstream.consumers.grouping.core.task_journal import FateCounts, JournalPointers
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.records import FinishedGroup, GroupCancelled, NamedArray, Rollout, Turn
 from rollstream.topics.wire.codec import encode
@@ -134,12 +133,12 @@ def test_finished_groups_take_at_most_the_memory_they_count_for(environment: str
 
 def test_the_documentation_gives_the_costs_that_are_counted() -> None:
     names = {
-        "a group": memory_costs.GROUP,
-        "a rollout in a group": memory_costs.MEMBER,
-        "a token of a rollout": memory_costs.TOKEN,
-        "a cancellation": memory_costs.CANCELLATION,
-        "a cancelled uid": memory_costs.UID,
-        "a finished group": memory_costs.FINISHED_GROUP,
+        "a group": group_tables.GROUP,
+        "a rollout in a group": group_tables.MEMBER,
+        "a token of a rollout": group_tables.TOKEN,
+        "a cancellation": group_tables.CANCELLATION,
+        "a cancelled uid": group_tables.UID,
+        "a finished group": group_tables.FINISHED_GROUP,
     }
     assert {name: STATED[name] for name in names} == names
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.deadlines import DeadlineKind, Deadlines
-from rollstream.consumers.grouping.core.groups import Group, GroupKey
+from rollstream.consumers.grouping.core.groups import DeadlineKind, Deadlines, Group, GroupKey
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from tests.support.pairs import driver, pair

@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker, draws
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout

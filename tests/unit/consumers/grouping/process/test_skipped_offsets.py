@@ -9,8 +9,8 @@ from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
+from rollstream.consumers.grouping.core.task_journal import JournalPointers
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.pipeline.audit.ledger import ledger

@@ -15,12 +15,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
-from rollstream.consumers.learner.checkpoint_paths import first_needed, learner_directory
+from rollstream.consumers.learner.checkpoint_paths import LearnerPosition, first_needed, learner_directory
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
 from rollstream.consumers.learner.objective import OptimizerConfig
 from rollstream.consumers.learner.records import checkpoints as checkpoints_module
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
-from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig

@@ -10,10 +10,10 @@ import pytest
 from rollstream.consumers.learner.config import LearnerConfig, WarmStartConfig
 from rollstream.consumers.learner.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.pretrained import resolved
-from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.startup import begin
 from rollstream.consumers.learner.training.loss import policy_loss
 from rollstream.consumers.learner.training.packing import pack_for, sequences_of
+from rollstream.consumers.learner.training.snapshot import device_checksum
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models import decoder, huggingface
 from rollstream.consumers.models.adapters import without_adapters

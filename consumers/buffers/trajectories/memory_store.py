@@ -11,16 +11,11 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from rollstream.consumers.buffers.storage.layouts import layout_of
+from rollstream.consumers.buffers.storage.segments import layout_of
 from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import (
-    CheckedTrajectory,
-    FetchedArrays,
-    Rows,
-    bootstrapped,
-)
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, FetchedArrays, Rows, bootstrapped
 from rollstream.consumers.buffers.trajectories.store import AddOperation, DropOperation, Operation
 from rollstream.topics.wire.trajectory_arrays import Trajectory
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from rollstream.consumers.buffers.storage.array_copies import LARGE_BYTES, copy_rows
+from rollstream.consumers.buffers.trajectories.shelf import LARGE_BYTES, copy_rows
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, LARGE_BYTES // 8 - 1, LARGE_BYTES // 8, LARGE_BYTES // 8 + 1])

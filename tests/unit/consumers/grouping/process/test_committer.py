@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollstream.consumers.grouping.process.commit_pace import GATHER_S, CommitPace
+from rollstream.consumers.grouping.process.committer import GATHER_S, CommitPace
 
 
 class Time:

@@ -1,6 +1,6 @@
 """A grouping process knows the broker's time, whatever the host's clock does."""
 
-from rollstream.consumers.grouping.process.broker_clock import BrokerClock
+from rollstream.consumers.grouping.process.punctuator import BrokerClock
 
 
 class Host:

@@ -1,7 +1,10 @@
-"""Sharding of activations on a learner's mesh: rows split over data and fsdp, and their tokens over sequence.
+"""Sharding on a learner's mesh: rows and tokens of activations, and access to parameters that are split over devices.
 
-Without this sharding, the compiler may move activations to match the sharding of the parameters.
+Without the sharding of activations, the compiler may move activations to match the sharding of the parameters.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -38,3 +41,24 @@ def sequence_parts(length: int) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if SEQUENCE in mesh.manual_axes else int(mesh.shape.get(SEQUENCE, 1))
     return 1 if length % parts else parts
+
+
+Params = Mapping[str, jax.Array]
+Whole = Callable[[Params], Params]
+"""Function that takes shares of parameters, and returns the whole parameters under the same names."""
+
+GATHERED = "gathered"
+"""Name of gathered parameters in checkpoint policies (jax.ad_checkpoint)."""
+
+
+def as_given(params: Params) -> Params:
+    """Return the parameters as they are, because they are whole."""
+    return params
+
+
+def keep_all_but_gathered(primitive: Any, *_avals: Any, **settings: Any) -> bool:
+    """Checkpoint policy that keeps activations, and gathers parameters again in the backward pass.
+
+    Transposed parameters are not kept either, because they are as large as the parameters.
+    """
+    return primitive.name != "transpose" and settings.get("name") != GATHERED

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollstream.consumers.grouping.process import adoption
-from rollstream.consumers.grouping.process.adoption import check_nothing_beyond
+from rollstream.consumers.grouping.process import bootstrap
+from rollstream.consumers.grouping.process.bootstrap import check_nothing_beyond
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
@@ -21,7 +21,7 @@ def check(monkeypatch: pytest.MonkeyPatch, *keys: bytes | None) -> None:
         if topic == "r.batches":
             yield from (KafkaRecord(topic, 0, offset, key=key) for offset, key in enumerate(keys))
 
-    monkeypatch.setattr(adoption, "read_to_end", records)
+    monkeypatch.setattr(bootstrap, "read_to_end", records)
     grouping = driver()
     pair(grouping, "q")
     grouping.commit()

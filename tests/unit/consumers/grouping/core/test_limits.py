@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
-from rollstream.consumers.grouping.core.rates import BURST_S
+from rollstream.consumers.grouping.core.limits import BURST_S, Quota, parse_quotas
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.wire.codec import REGISTRY_PREFIX_SIZE, encode, framed_for_registry
