@@ -114,7 +114,7 @@ def test_runs_are_compared_by_their_settings_and_curve_by_curve(
         expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
         seen.page.get_by_role("button", name="All curves of each chart").click()
         expect(labels).to_have_count(2 * 14)
-        evals = evaluated(2, "add", [2, 0], samples=2, prompts=3)
+        evals = evaluated(2, "sums", [2, 0], samples=2, prompts=3)
         archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second", evals=evals)
         loss = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
         values = loss.locator(".legend-value")
@@ -127,7 +127,7 @@ def test_runs_are_compared_by_their_settings_and_curve_by_curve(
         seen.open("#/second/run")
         evaluations = seen.page.get_by_role("region", name="Table: Evaluations, newest first").locator("tbody tr")
         figures = "periodic4 of 6, 2 a prompt0.5 (0 to 1)50 % (0 % to 100 %)50 % (0 % to 100 %)"
-        expect(evaluations).to_have_text([f"v22add {figures}", f"v22suite both {figures}"], timeout=PATIENCE_MS)
+        expect(evaluations).to_have_text([f"v22sums {figures}", f"v22suite both {figures}"], timeout=PATIENCE_MS)
         assert seen.errors == []
         seen.page.context.close()
 
