@@ -137,16 +137,28 @@ use = "verifiers"
 name = "harbor"
 options.env = { taskset = { id = "local_harbor" }, agent = { runtime = { type = "subprocess" } } }
 """
+PLACES = (Path("/logs"), Path("/tests"))
+"""Folders of a task's verifier, which are in its container otherwise."""
 PRIVATE = "mkdir -p /logs /tests && mount -t tmpfs none /logs && mount -t tmpfs none /tests && exec $0 $@"
-"""Harbor's verifiers have these two folders, which are in a container otherwise."""
 
 
+@pytest.fixture
+def places() -> Iterator[None]:
+    """Removes the folders, which are empty outside the namespace of the server."""
+    absent = [place for place in PLACES if not place.exists()]
+    yield
+    for place in absent:
+        place.rmdir()
+
+
+@pytest.mark.usefixtures("places")
 def test_a_task_of_harbor_is_scored_by_its_own_verifier(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks" / "answer"
-    (folder / "tests").mkdir(parents=True)
-    (folder / "task.toml").write_text(TASK)
-    (folder / "instruction.md").write_text("What is six times seven?")
-    (folder / "tests" / "test.sh").write_text(VERIFIER)
+    for name, question in (("answer", "What is six times seven?"), ("again", "What is seven times six?")):
+        folder = tmp_path / "tasks" / name
+        (folder / "tests").mkdir(parents=True)
+        (folder / "task.toml").write_text(TASK)
+        (folder / "instruction.md").write_text(question)
+        (folder / "tests" / "test.sh").write_text(VERIFIER)
     (tmp_path / "local_harbor.py").write_text(TASKSET)
     (tmp_path / "served.toml").write_text(SERVED)
     texts = ["42", "43"]
@@ -165,8 +177,8 @@ def test_a_task_of_harbor_is_scored_by_its_own_verifier(tmp_path: Path) -> None:
         ServedEnvironment(tmp_path, *words, python=python_of("harbor"), before=before) as there,
     ):
         environment = loaded(there)
-        [prompt] = [*environment.prompts("heldout"), *environment.prompts("train")]
-        assert prompt.text == "What is six times seven?"
+        [prompt], [other] = environment.prompts("heldout"), environment.prompts("train")
+        assert {prompt.text, other.text} == {"What is six times seven?", "What is seven times six?"}
         agent = environment.agent
         assert agent is not None
         scores = asyncio.run(_play(agent, prompt, Endpoint(base_url=url, api_key="k", model="m"), 2))
