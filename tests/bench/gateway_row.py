@@ -8,8 +8,9 @@ process.
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -23,39 +24,89 @@ _CALLS_OF_A_SESSION = 10
 _ADDED, _SAMPLED = 64, 16
 _AT_ONCE = 16
 """Sessions that make calls at the same time when calls per second are measured."""
+Turns = list[tuple[str, str]]
+"""Role and text of each turn; the text of a user is a number."""
+
+
+class _Dialect(NamedTuple):
+    """How a client of a dialect asks and reads."""
+
+    path: str
+    body: Callable[[Turns], dict[str, Any]]
+    text: Callable[[dict[str, Any]], str]
+
+
+def _messages(turns: Turns) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+def _tokens(turns: Turns) -> list[int]:
+    """64 tokens of each question, and 16 of each answer."""
+    ids: list[int] = []
+    for role, text in turns:
+        ids += range(_SAMPLED) if role == "assistant" else range(int(text), int(text) + _ADDED)
+    return ids
+
+
+_DIALECTS = {
+    "completions": _Dialect(
+        "completions",
+        lambda turns: {"prompt": _tokens(turns), "return_token_ids": True},
+        lambda answer: answer["choices"][0]["text"],
+    ),
+    "chat": _Dialect(
+        "chat/completions",
+        lambda turns: {"messages": _messages(turns)},
+        lambda answer: answer["choices"][0]["message"]["content"],
+    ),
+    "responses": _Dialect(
+        "responses",
+        lambda turns: {"input": _messages(turns)},
+        lambda answer: answer["output"][0]["content"][0]["text"],
+    ),
+    "messages": _Dialect(
+        "messages",
+        lambda turns: {"messages": _messages(turns), "max_tokens": _SAMPLED},
+        lambda answer: answer["content"][0]["text"],
+    ),
+}
 
 
 async def _answer(request: web.Request) -> web.Response:
     if request.path.endswith("/models"):
         return web.json_response({"data": [{"id": "policy", "policy_version": 0}]})
-    prompt = (await request.json())["prompt"]
-    choice = {
-        "index": 0,
-        "text": "x" * _SAMPLED,
-        "finish_reason": "stop",
-        "token_ids": list(range(_SAMPLED)),
-        "prompt_token_ids": prompt,
-        "logprobs": {"token_logprobs": [-0.5] * _SAMPLED, "tokens": ["x"] * _SAMPLED},
-    }
-    return web.json_response({"id": "x", "object": "text_completion", "choices": [choice], "policy_version": 0})
+    body = await request.json()
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "token_ids": list(range(_SAMPLED))}
+    text = "x" * _SAMPLED
+    if "messages" in body:
+        prompt = _tokens([(message["role"], message["content"]) for message in body["messages"]])
+        logprobs: dict[str, Any] = {"content": [{"token": "x", "logprob": -0.5}] * _SAMPLED}
+        choice |= {"message": {"role": "assistant", "content": text}}
+    else:
+        prompt = body["prompt"]
+        logprobs = {"token_logprobs": [-0.5] * _SAMPLED, "tokens": ["x"] * _SAMPLED}
+        choice |= {"text": text}
+    choice |= {"prompt_token_ids": prompt, "logprobs": logprobs}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": _SAMPLED, "total_tokens": len(prompt) + _SAMPLED}
+    return web.json_response({"id": "x", "object": "answer", "choices": [choice], "usage": usage, "policy_version": 0})
 
 
-async def _session(http: aiohttp.ClientSession, base_url: str, latencies: list[float]) -> None:
+async def _session(http: aiohttp.ClientSession, base_url: str, dialect: _Dialect, latencies: list[float]) -> None:
     """Make the calls of one session, one after the other, and append their latencies."""
-    prompt: list[int] = []
+    turns: Turns = []
     for number in range(_CALLS_OF_A_SESSION):
-        prompt = [*prompt, *range(number, number + _ADDED)]
-        body = {"model": "policy", "prompt": prompt, "return_token_ids": True}
+        turns.append(("user", str(number)))
+        body = {"model": "policy", **dialect.body(turns)}
         began = time.perf_counter()
-        async with http.post(f"{base_url}/completions", json=body) as response:
+        async with http.post(f"{base_url}/{dialect.path}", json=body) as response:
             answer: dict[str, Any] = await response.json()
         latencies.append(time.perf_counter() - began)
         if response.status != 200:
             raise RuntimeError(f"a call was answered with {response.status}: {answer}")
-        prompt += answer["choices"][0]["token_ids"]
+        turns.append(("assistant", dialect.text(answer)))
 
 
-def _sessions(base_urls: list[str], at_once: int) -> tuple[list[float], float]:
+def _sessions(base_urls: list[str], at_once: int, dialect: str = "completions") -> tuple[list[float], float]:
     """Return the latencies of all calls, and the calls per second."""
     latencies: list[float] = []
 
@@ -65,13 +116,20 @@ def _sessions(base_urls: list[str], at_once: int) -> tuple[list[float], float]:
 
             async def worker() -> None:
                 for base_url in waiting:
-                    await _session(http, base_url, latencies)
+                    await _session(http, base_url, _DIALECTS[dialect], latencies)
 
             began = time.perf_counter()
             await asyncio.gather(*(worker() for _ in range(at_once)))
             return len(latencies) / (time.perf_counter() - began)
 
     return latencies, asyncio.run(run())
+
+
+def _p50_added_ms(base_urls: list[str], raw_url: str, dialect: str) -> float:
+    """Milliseconds that a gateway adds to the median call of a dialect; without one, Responses and Messages are chats,
+    because a server does not speak them."""
+    raw = _sessions([raw_url] * len(base_urls), 1, dialect if dialect == "completions" else "chat")[0]
+    return 1000 * (percentile(_sessions(base_urls, 1, dialect)[0], 50) - percentile(raw, 50))
 
 
 def _started(under_test: GatewayUnderTest, count: int) -> list[str]:
@@ -86,6 +144,7 @@ def measure(settings: Settings) -> LatencyRow:
     raw: list[tuple[float, ...]] = []
     rates: list[float] = []
     raw_rates: list[float] = []
+    others: dict[str, list[float]] = {dialect: [] for dialect in _DIALECTS if dialect != "completions"}
     # No session ends, so all sessions of all repetitions count as open and need room.
     room = {"learner.max_policy_lag": 1000, "worker.concurrency": 1000, "topics.partitions": settings.partitions}
     with (
@@ -99,6 +158,8 @@ def measure(settings: Settings) -> LatencyRow:
             ours.append(tuple(_sessions(_started(under_test, sessions), 1)[0]))
             raw_rates.append(_sessions([url] * sessions, _AT_ONCE)[1])
             rates.append(_sessions(_started(under_test, sessions), _AT_ONCE)[1])
+            for dialect, values in others.items():
+                values.append(_p50_added_ms(_started(under_test, sessions), url, dialect))
     added = median(percentile(o, 50) - percentile(r, 50) for o, r in zip(ours, raw, strict=True))
     return LatencyRow(
         name="gateway",
@@ -106,5 +167,10 @@ def measure(settings: Settings) -> LatencyRow:
         baseline="the same call to the server itself, which answers at once",
         ours=tuple(ours),
         raw=tuple(raw),
-        figures={"p50 added ms": 1000 * added, "calls/s": median(rates), "raw calls/s": median(raw_rates)},
+        figures={
+            "p50 added ms": 1000 * added,
+            **{f"p50 added ms, {dialect}": median(values) for dialect, values in others.items()},
+            "calls/s": median(rates),
+            "raw calls/s": median(raw_rates),
+        },
     )
