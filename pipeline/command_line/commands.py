@@ -6,7 +6,7 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Train": {
         "demo": ("launch.demo", "train a small model through a local Kafka and print a report"),
         "run": ("launch.run", "run all roles under one supervisor until interrupted or their work is done"),
-        "env": ("tools.env", "environments of your own: new, check"),
+        "env": ("tools.env", "environments of your own: new, check, serve"),
     },
     "Look into a run": {
         "top": ("tools.top", "show the state of a run on one screen"),
