@@ -1,7 +1,7 @@
 """`rollstream env check`: plays an environment, shows its turns and which tokens are trained on, and times it.
 
-Replies come from the configured inference servers. If none was configured and the default does not answer, replies are
-random text.
+Replies come from the configured inference servers. If none was configured and the default does not answer, a server in
+this process answers with random text; it renders chats as the run's servers do.
 """
 
 import argparse
@@ -9,9 +9,10 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
@@ -19,7 +20,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.run_environments import NAME_HELP, environment_named
-from rollstream.pipeline.tools.random_policy import RandomPolicy
+from rollstream.pipeline.tools.random_policy import random_server
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environments.environment import SPLITS, AgentEnvironment, Episode, Prompt
 from rollstream.producers.flow.policy_versions import NoPolicies
@@ -34,7 +35,7 @@ from rollstream.producers.worker.group_player import EpisodeLimits, play_group
 from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.worker.sampling import GroupSampling, SamplingClient
-from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
@@ -43,6 +44,8 @@ from rollstream.topics.wire.validation import untyped_problems
 
 _WIDTH = 80
 _LOOK_S = 2.0
+SCHEDULING = Path("/proc/thread-self/schedstat")
+"""Statistics of this thread: nanoseconds on a processor, nanoseconds waiting for one, time slices."""
 _BLOCKED_S = 0.1
 """Time for which the event loop may be blocked without a warning."""
 
@@ -83,14 +86,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Check an environment; return 0 if every episode can be trained on, else 1."""
     environment = environment_named(config, args.environment)
-    if environment.agent is not None and args.random:
-        raise ConfigurationError(
-            f"environment {environment.name} calls the policy itself, which needs an inference server; leave out "
-            "--random, and name a server with --set 'worker.inference_urls=[...]'"
-        )
     tokenizer = tokenizer_of(config.learner)
     warnings = list(_prompt_problems(environment, tokenizer, config.inference.max_model_len))
-    source, groups, times = asyncio.run(_check(config, environment, tokenizer, args))
+    source, groups, times = asyncio.run(_check(config, environment, args))
     warnings += _group_problems(groups, times)
     if args.json:
         print(json.dumps(_as_dict(environment, source, groups, times, warnings)))
@@ -100,23 +98,23 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 async def _check(
-    config: RunConfig, environment: LoadedEnvironment, tokenizer: Tokenizer, args: argparse.Namespace
+    config: RunConfig, environment: LoadedEnvironment, args: argparse.Namespace
 ) -> tuple[str, list[CheckedGroup], CheckTimes]:
     """Play the groups one after another; return the source of the replies, the groups and the times."""
     prompts = environment.prompts("train")[: args.prompts]
     async with AsyncExitStack() as stack:
-        client: SamplingClient | None = None
-        if not args.random:
-            client = await _server(config.worker, stack)
-        source = ", ".join(config.worker.inference_urls)
+        worker = config.worker
+        client = None if args.random else await _server(worker, stack)
+        source = ", ".join(worker.inference_urls)
+        if client is None:
+            source = "random text, not a server's"
+            alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
+            server = await stack.enter_async_context(random_server(config, alphabet))
+            worker = replace(worker, inference_urls=(server.base_url,), engine="rollstream")
+            client = await stack.enter_async_context(_client(worker, worker.request_timeout_s))
         if environment.agent is not None:
-            if client is None:
-                raise InferenceUnavailable(
-                    f"no inference server answers at {source}, and environment {environment.name} calls the policy "
-                    "itself; name a server with --set 'worker.inference_urls=[...]'"
-                )
             # Assume a version, so that a model that reports no version can be checked, too.
-            worker = replace(config.worker, assume_version=max(config.worker.assume_version, 0))
+            worker = replace(worker, assume_version=max(worker.assume_version, 0))
             gateway = LocalGateway(
                 config.kafka,
                 config.run,
@@ -130,10 +128,6 @@ async def _check(
             await stack.enter_async_context(gateway)
             play = partial(_agents_group, environment.agent, gateway)
         else:
-            if client is None:
-                source = "random text, not a server's"
-                alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
-                client = RandomPolicy(tokenizer, alphabet)
             play = partial(_group, environment, client)
         blocking = asyncio.create_task(_longest_block())
         began = time.monotonic()
@@ -159,41 +153,50 @@ async def _check(
     return source, groups, times
 
 
+def _client(worker: WorkerConfig, timeout_s: float) -> CompletionsClient:
+    return CompletionsClient(
+        worker.inference_urls,
+        model=worker.model,
+        api_key=worker.api_key,
+        timeout_s=timeout_s,
+        engine=worker.engine,
+    )
+
+
 async def _server(worker: WorkerConfig, stack: AsyncExitStack) -> SamplingClient | None:
     """Return a client of the configured servers; None if they are the default servers and do not answer.
 
     Raises InferenceUnavailable if servers other than the default do not answer.
     """
-
-    def client(timeout_s: float) -> CompletionsClient:
-        return CompletionsClient(
-            worker.inference_urls,
-            model=worker.model,
-            api_key=worker.api_key,
-            timeout_s=timeout_s,
-            engine=worker.engine,
-        )
-
     try:
-        async with client(_LOOK_S) as look:
+        async with _client(worker, _LOOK_S) as look:
             await look.version()
     except InferenceUnavailable:
         if worker.inference_urls != WorkerConfig().inference_urls:
             raise
         return None
-    return await stack.enter_async_context(client(worker.request_timeout_s))
+    return await stack.enter_async_context(_client(worker, worker.request_timeout_s))
 
 
 async def _longest_block() -> float:
-    """Measure until cancelled; return the longest time between two turns of the event loop."""
-    longest, before = 0.0, time.monotonic()
+    """Measure until cancelled; return the longest time between two turns of the event loop, without the time for which
+    other programs had the processors."""
+    longest, before = 0.0, own_time_s()
     try:
         while True:
             await asyncio.sleep(0.001)
-            now = time.monotonic()
+            now = own_time_s()
             longest, before = max(longest, now - before - 0.001), now
     except asyncio.CancelledError:
-        return max(longest, time.monotonic() - before - 0.001)
+        return max(longest, own_time_s() - before - 0.001)
+
+
+def own_time_s() -> float:
+    """Return a time, in seconds, that stands still while this thread could run and waits for a processor (on Linux)."""
+    waited_ns = 0
+    with suppress(OSError, ValueError, IndexError):
+        waited_ns = int(SCHEDULING.read_text().split()[1])
+    return time.monotonic() - waited_ns / 1e9
 
 
 def _stamp(environment: LoadedEnvironment, worker: WorkerConfig, members: int, number: int) -> GroupStamp:

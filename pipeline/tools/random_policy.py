@@ -1,62 +1,90 @@
-"""A policy that answers with random text, to try an environment without a model or a server."""
+"""A server that answers with random text, to try an environment without a model."""
 
 import random
-import time
 from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+from typing import NamedTuple
 
-import numpy as np
-
-from rollstream.consumers.models.tokenizer import Tokenizer
-from rollstream.producers.inference.client import Completion
-from rollstream.producers.inference.requests import SampleRequest
+from rollstream.consumers.learner.pretrained import tokenizer_of
+from rollstream.pipeline.config import RunConfig
+from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.producers.inference.decoding import DecodeRow, FinishReason
+from rollstream.producers.inference.server import InferenceServer
 
 _END = 0.2
 """Probability that a token ends the reply."""
 
 
-class RandomPolicy:
-    """Samples characters of an alphabet with equal probability; its version is 0."""
+class RandomTokens(NamedTuple):
+    """A new token of the row in a slot."""
 
-    def __init__(self, tokenizer: Tokenizer, alphabet: str) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = sorted({token for character in alphabet for token in tokenizer.encode(character)})
+    slot: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: FinishReason | None
 
-    async def complete(self, request: SampleRequest) -> list[Completion]:
-        """Return the samples of a request. Raises PromptRefused for a text that cannot be encoded."""
-        began = time.monotonic()
-        prompt = request.prompt
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        draw = random.Random(request.seed)
-        return [self._sample(draw, ids, request, time.monotonic() - began) for _ in range(request.n)]
 
-    async def tokenize(self, text: str, *, session: str) -> list[int]:
-        """Return the token ids of a text. Raises PromptRefused for a text that cannot be encoded."""
-        return self._tokenizer.encode(text)
+class RandomGenerator:
+    """Samples tokens with equal probability; its version is 0."""
 
-    def _sample(
-        self, draw: random.Random, prompt: Sequence[int], request: SampleRequest, elapsed_s: float
-    ) -> Completion:
-        tokens: list[int] = []
-        text = ""
-        ended = False
-        while not ended and len(tokens) < request.max_tokens:
+    cache_bytes = 0
+    behind = False
+
+    def __init__(self, tokens: Sequence[int], end: int, *, slots: int, max_model_len: int) -> None:
+        """`end` is the token that ends a reply."""
+        self._tokens, self._end = tokens, end
+        self._slots = slots
+        self.max_model_len = max_model_len
+        self._rows: dict[int, tuple[DecodeRow, random.Random, int]] = {}
+        """Rows with their random numbers and their numbers of tokens so far, by slot."""
+
+    @property
+    def free(self) -> int:
+        """Slots without a row."""
+        return self._slots - len(self._rows)
+
+    def refresh(self) -> int:
+        """Return the version."""
+        return 0
+
+    def start(self, rows: Sequence[DecodeRow]) -> Sequence[int]:
+        """Start rows; return the slot of each."""
+        slots = [slot for slot in range(self._slots) if slot not in self._rows][: len(rows)]
+        self._rows |= {slot: (row, random.Random(row.seed), 0) for slot, row in zip(slots, rows, strict=True)}
+        return slots
+
+    def decode(self) -> Sequence[RandomTokens]:
+        """Draw a token of every row."""
+        answer = []
+        for slot, (row, draw, count) in list(self._rows.items()):
             ended = draw.random() < _END
-            tokens.append(self._tokenizer.eos_id if ended else draw.choice(self._tokens))
-            text = self._tokenizer.decode(tokens)
-            for end in filter(text.endswith, request.stop):
-                text, ended = text.removesuffix(end), True
-        probability = np.full(len(tokens), (1.0 - _END) / len(self._tokens))
-        if tokens[-1] == self._tokenizer.eos_id:
-            probability[-1] = _END
-        return Completion(
-            text=text,
-            truncated=not ended,
-            prompt_tokens=np.asarray(prompt, np.int32),
-            tokens=np.asarray(tokens, np.int32),
-            logprobs=np.log(probability).astype(np.float32),
-            versions=np.zeros(len(tokens), np.int64),
-            replica_id="random text",
-            sampling_params={},
-            timestamp=time.time(),
-            inference_time_s=elapsed_s,
-        )
+            token = self._end if ended else draw.choice(self._tokens)
+            reason: FinishReason | None = "stop" if ended else "length" if count + 1 >= row.request.max_tokens else None
+            logprob = log(_END) if ended else log((1.0 - _END) / len(self._tokens))
+            answer.append(RandomTokens(slot, [token], [logprob], reason))
+            self._rows[slot] = row, draw, count + 1
+            if reason:
+                del self._rows[slot]
+        return answer
+
+    def end(self, slot: int) -> None:
+        """Remove the row in a slot."""
+        del self._rows[slot]
+
+    def reset(self) -> None:
+        """Remove all rows."""
+        self._rows.clear()
+
+
+def random_server(config: RunConfig, alphabet: str) -> InferenceServer:
+    """Return a server of this machine that renders chats as the run's servers do, and answers with characters of an
+    alphabet. Raises ConfigurationError for a chat template that cannot be used."""
+    tokenizer, settings = tokenizer_of(config.learner), config.inference
+    template = chat_template(
+        settings.chat_template, tokenizer, config.learner.pretrained, settings.chat_template_kwargs
+    )
+    settings = replace(settings, host="127.0.0.1", port=0, replicas=1, api_key="", model=config.worker.model)
+    tokens = sorted({token for character in alphabet for token in tokenizer.encode(character)})
+    generator = RandomGenerator(tokens, tokenizer.eos_id, slots=settings.max_rows, max_model_len=settings.max_model_len)
+    return InferenceServer(generator, tokenizer, settings, template)

@@ -12,14 +12,15 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from rollstream.producers.environments.chat import Chat, Tool, policy_at
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.environments.sandbox import Failure, Limits, Outcome, Sandbox
 from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.tool_loop import converse, printable, text_argument
+from rollstream.producers.tasks.task import printable, text_argument
 from rollstream.topics.errors import ConfigurationError
 
 _SHIPPED = Path(__file__).with_name("coding_problems.toml")
@@ -48,7 +49,7 @@ _DRAWN: Mapping[str, Callable[[random.Random], Any]] = {
     "grid": lambda r: [[r.randint(-9, 9) for _ in range(w)] for w in [r.randint(1, 4)] for _ in range(r.randint(1, 4))],
 }
 """Draws an argument of each kind."""
-_TOOLS = tuple(
+_TOOLS: tuple[dict[str, Any], ...] = tuple(
     {
         "type": "function",
         "function": {
@@ -123,16 +124,10 @@ class Coding:
                 solution = code
             return printable((await self.result_of(tool, code, prompt))[:_ANSWER_CHARACTERS])
 
-        reply = await converse(
-            endpoint,
-            prompt.text,
-            answer_call,
-            turns=self._turns,
-            tools=_TOOLS,
-            max_tokens=self.max_tokens,
-            temperature=self._temperature,
-        )
-        blocks = _CODE_BLOCK.findall(reply)
+        tools = [Tool(schema=t, answer=partial(answer_call, t["function"]["name"])) for t in _TOOLS]
+        async with policy_at(endpoint, max_tokens=self.max_tokens, temperature=self._temperature) as ask:
+            reply = await Chat(ask, tools).until_answer(prompt.text, turns=self._turns)
+        blocks = [] if reply.calls else _CODE_BLOCK.findall(reply.text)
         return await self.score(prompt, blocks[-1] if blocks else solution)
 
     async def result_of(self, tool: str, code: str, prompt: Prompt) -> str:

@@ -90,7 +90,7 @@ class LoadedEnvironment:
     @property
     def agent(self) -> AgentEnvironment | None:
         """The environment if it calls the policy itself, else None."""
-        return None if hasattr(self.environment, "run") else self.environment
+        return self.environment if hasattr(self.environment, "play") else None  # type: ignore[return-value]
 
     @property
     def awaits_label(self) -> bool:
@@ -184,12 +184,12 @@ def with_settings(
     """
     entry = entry or EnvironmentConfig(use=type(environment).__name__)
     _check(environment, entry.use)
-    if entry.rewards == "labeler" and not hasattr(environment, "run"):
+    if entry.rewards == "labeler" and hasattr(environment, "play"):
         raise ConfigurationError(
             f"environment {entry.name or environment.name} calls the policy itself, so its rewards cannot come from a "
             'labeler: set its rewards to "environment", and call the judge in its method play'
         )
-    if entry.max_tokens and not hasattr(environment, "run"):
+    if entry.max_tokens and hasattr(environment, "play"):
         raise ConfigurationError(
             f"environment {entry.name or environment.name} calls the policy itself, so it limits its replies itself: "
             "leave max_tokens out of its entry, and set it in the entry's options if its class takes it there"
@@ -292,9 +292,9 @@ def _check(environment: object, use: str) -> None:
         )
     if not callable(getattr(environment, "prompts", None)):
         raise ConfigurationError(f"environment {use} has no method prompts(split)")
-    method = getattr(environment, "run", None) or getattr(environment, "play", None)
+    method = getattr(environment, "play", None) or getattr(environment, "run", None)
     if not inspect.iscoroutinefunction(method):
         raise ConfigurationError(
             f"environment {use} has no coroutine run(prompt, generate) or play(prompt, endpoint); write it with "
-            "`async def`, or derive the class from rollstream.SingleTurn"
+            "`async def`, or derive the class from rollstream.SingleTurn or rollstream.ChatEnvironment"
         )

@@ -1,14 +1,19 @@
 """The base class of the built-in tasks: a single-turn environment over a character vocabulary, small enough to list.
 
-A task also provides examples that teach a model its format without teaching it the task.
+A task also provides examples that teach a model its format without teaching it the task. Functions here are shared by
+the built-in environments.
 """
 
 import random
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rollstream.producers.environments.environment import Prompt, SingleTurn, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError
+
+_UNREADABLE = re.compile(r"[^ -~\n]")
 
 
 class Task(SingleTurn):
@@ -56,3 +61,19 @@ def checked_share(name: str, demonstrated: float) -> float:
             f"environment {name} has demonstrated = {demonstrated}; it must be a share of examples, from 0 to 1"
         )
     return demonstrated
+
+
+def text_argument(arguments: Any, name: str) -> str:
+    """Return an argument of a tool's call. Raises ValueError if it is no text."""
+    value = arguments.get(name) if isinstance(arguments, dict) else None
+    if not isinstance(value, str):
+        raise ValueError(f"the argument {name} must be a text")
+    return value
+
+
+def printable(text: str) -> str:
+    """Replace each character that is not printable ASCII by `?`.
+
+    A tool's answer may quote the policy, and the policy's tokenizer may not be able to encode the character.
+    """
+    return _UNREADABLE.sub("?", text)

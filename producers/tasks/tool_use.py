@@ -9,12 +9,13 @@ import operator
 import random
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
+from rollstream.producers.environments.chat import Chat, Tool, policy_at
 from rollstream.producers.environments.environment import Conversation, Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.task import checked_share
-from rollstream.producers.tasks.tool_loop import converse, name_of, printable, text_argument
+from rollstream.producers.tasks.task import checked_share, printable, text_argument
 from rollstream.topics.errors import ConfigurationError
 
 Kind = Literal["calculator", "database"]
@@ -29,11 +30,11 @@ _DATABASE_STEPS = 10_000
 _TEXT_BYTES = 10_000
 """Largest text that a query may make; a function such as printf makes a large one in a single instruction."""
 _ROWS = 10
-_CALC = {
+_CALC: dict[str, Any] = {
     "type": "function",
     "function": {"name": "calc", "parameters": {"type": "object", "properties": {"e": {"type": "string"}}}},
 }
-_SQL = {
+_SQL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "sql", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
 }
@@ -82,7 +83,7 @@ class ToolUse:
         generator = random.Random(seed)
         self._prices = {good: generator.randrange(10, 100) for good in _GOODS}
         tools = [tool for tool, kind in ((_CALC, "calculator"), (_SQL, "database")) if kind in kinds]
-        self._tools = tools if described else [name_of(tool) for tool in tools]
+        self._tools = tools if described else [_nameless(tool) for tool in tools]
         self._splits = split_prompts(name, self._questions(kinds, range(operands[0], operands[1] + 1)))
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -102,16 +103,10 @@ class ToolUse:
             helped = helped or result == prompt.answer
             return result
 
-        answer = await converse(
-            endpoint,
-            prompt.text,
-            answer_call,
-            turns=self._turns,
-            tools=self._tools,
-            max_tokens=self.max_tokens,
-            temperature=self._temperature,
-        )
-        exact = answer == prompt.answer
+        tools = [Tool(schema=t, answer=partial(answer_call, t["function"]["name"])) for t in self._tools]
+        async with policy_at(endpoint, max_tokens=self.max_tokens, temperature=self._temperature) as ask:
+            reply = await Chat(ask, tools).until_answer(prompt.text, turns=self._turns)
+        exact = not reply.calls and reply.text.strip() == prompt.answer
         return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})
 
     def result_of(self, tool: str, arguments: str) -> str:
@@ -181,6 +176,11 @@ class ToolUse:
 def call_text(question: Prompt) -> str:
     """Return the right call for a question, as a model writes it in the format of Hermes."""
     return f'<tool_call>{{"name": "{question.extra["tool"]}", "arguments": {question.extra["arguments"]}}}</tool_call>'
+
+
+def _nameless(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without its parameters, which are optional in OpenAI's protocol."""
+    return {"type": tool["type"], "function": {"name": tool["function"]["name"]}}
 
 
 def _prompt(text: str, answer: str, tool: str, **arguments: str) -> Prompt:

@@ -26,6 +26,7 @@ from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateFollower, StateManager
 from .pipeline.config import RunConfig
+from .producers.environments.chat import Chat, ChatEnvironment, ChatReply, Tool
 from .producers.environments.environment import (
     AgentEnvironment,
     Endpoint,
@@ -82,6 +83,9 @@ __all__ = [
     "BatchMaker",
     "BatchReader",
     "BrokerUnavailable",
+    "Chat",
+    "ChatEnvironment",
+    "ChatReply",
     "ChunkStepResult",
     "ConfigurationError",
     "DeadlineExceeded",
@@ -150,6 +154,7 @@ __all__ = [
     "StoreError",
     "TokenArrays",
     "TokenLoss",
+    "Tool",
     "TopicError",
     "TopicsConfig",
     "TrainParams",

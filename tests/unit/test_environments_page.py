@@ -25,6 +25,7 @@ def test_the_page_leads_from_questions_to_a_game_and_a_mixture(
     monkeypatch.chdir(tmp_path)
     Path("capitals.jsonl").write_text(block("text", "Paris"), encoding="utf-8")
     Path("run.toml").write_text(block("toml", "capitals.jsonl"), encoding="utf-8")
+    Path("shop.py").write_text(block("python", "class Shop"), encoding="utf-8")
     Path("sums.py").write_text(block("python", "class Sums"), encoding="utf-8")
     played = []
     for line in (line for language, body in BLOCKS if language == "sh" for line in body.splitlines()):
@@ -39,7 +40,11 @@ def test_the_page_leads_from_questions_to_a_game_and_a_mixture(
         "environment sums",
         "wrote my_game.py and test_my_game.py; try",
         "environment my_game",
+        "environment shop",
     ]
+    names: dict[str, object] = {}
+    for holding in ("class MyGame", "class Shop", "class Guess", "ScriptedPolicy("):
+        exec(compile(block("python", holding), f"docs/environments.md, {holding}", "exec"), names)
     Path("mixture.toml").write_text(block("toml", "large-sums"), encoding="utf-8")
     config = load(Path("mixture.toml"), flags=["environments.2.weight=1"])
     environments = environments_of(config)

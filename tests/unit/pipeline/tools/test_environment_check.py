@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollstream.pipeline.command_line.cli import main
+from rollstream.pipeline.tools import environment_check
 from tests.support.paths import ROOT
 from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.waiting import eventually
@@ -144,6 +145,26 @@ class Agent:
         if "no" in said:
             raise ValueError("it gave up")
         return Score(reward=float(said[-1] == "42"))
+"""
+
+
+CHAT = """
+from rollstream import ChatEnvironment, Prompt, Score
+
+
+def add(a: int, b: int) -> int:
+    '''Add numbers.'''
+    return a + b
+
+
+class Sums(ChatEnvironment):
+    name, max_tokens, system, tools = "sums", 8, "Add.", (add,)
+
+    def prompts(self, split):
+        return [Prompt(example_id=split, text="1+2?")]
+
+    def score(self, prompt, response_text, truncated):
+        return Score(reward=float(len(response_text)))
 """
 
 
@@ -349,8 +370,38 @@ def test_an_agent_is_checked_at_an_endpoint_of_its_own(capsys: pytest.CaptureFix
         code, report = checked(capsys, flags[0], f'--set=worker.inference_urls=["{server.base_url}"]', "--members=1")
         assert code == 1
         assert "it gave up" in report["groups"][0]["errors"][0]
-    assert main(["env", "check", "agent.py:Agent", "--random"]) == 2
-    assert "needs an inference server" in capsys.readouterr().err
+    code, report = checked(capsys, "agent.py:Agent", "--random", "--members=1")
+    assert code == 0
+    assert [turn["role"] for turn in report["groups"][0]["members"][0]["turns"]] == ["user", "assistant"] * 2
+
+
+def test_the_time_for_which_other_programs_had_the_processor_is_not_the_environments(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_check, "SCHEDULING", here / "schedstat")
+    first = environment_check.own_time_s()
+    (here / "schedstat").write_text("70 900000000000 3\n")
+    assert environment_check.own_time_s() < first - 800
+
+
+def test_a_conversation_is_shown_as_the_chat_template_renders_it_with_the_tools(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "chat.py").write_text(CHAT, encoding="utf-8")
+    (here / "short.jinja").write_text(
+        "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
+        "{% endfor %}{% if add_generation_prompt %}me:{% endif %}"
+    )
+    flags = ("chat.py:Sums", "--random", "--members=1", "--prompts=1", "--set=learner.sequence_length=512")
+    for template, shown in {
+        "plain": '{"name":"add","description":"Add numbers.",',
+        "short.jinja": "[add]system:Add.;user:",
+    }.items():
+        assert main(["env", "check", *flags, f"--set=inference.chat_template={template}"]) == 0
+        tokens = "".join(
+            line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and "^" not in line
+        )
+        assert shown in tokens, template
 
 
 def test_an_environment_whose_prompts_are_a_lazy_list_can_be_checked(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.producers.environments.chat import PolicyUnreachable
 from rollstream.producers.environments.environment import Score
-from rollstream.producers.tasks.tool_loop import PolicyUnreachable
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.topics.errors import ConfigurationError
 from tests.support.scripted_endpoint import call as call_of
