@@ -71,6 +71,8 @@ class GroupingConfig:
     """Version of the fold's behaviour; a run keeps its first version until a higher generation names another."""
     estimator: str = "rloo"
     """Advantage estimator: one of docs/grouping.md, or an estimator of yours that grouper.estimators names."""
+    estimators: tuple[str, ...] = ()
+    """Estimators of single environments, as ENVIRONMENT=ESTIMATOR, e.g. gsm8k=grpo; all others have `estimator`."""
     maker: str = "fifo"
     """Batch maker: fifo, reservoir, or a maker of yours that grouper.makers names."""
     seed: int = 0
@@ -178,6 +180,12 @@ class GroupingConfig:
             check_public_key(key, "grouping.mark_keys")
         parse_environment_keys(self.environment_keys)
         parse_quotas(self.quotas)
+        for text in self.estimators:
+            if not all(text.partition("=")):
+                raise ConfigurationError(
+                    f"grouping.estimators: {text!r} names no environment and its estimator; write "
+                    "ENVIRONMENT=ESTIMATOR, e.g. gsm8k=grpo"
+                )
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, but every journal record contains it, and at most "
@@ -190,9 +198,23 @@ class GroupingConfig:
         at = bisect_right(firsts, offset) - 1
         return at >= 0 and offset <= lasts[at]
 
+    def estimator_of(self, environment: str) -> str:
+        """Return the name of an environment's estimator."""
+        return self._estimators.get(environment, self.estimator)
+
+    @property
+    def estimator_names(self) -> tuple[str, ...]:
+        """Names of all estimators, in the order of the settings, each once."""
+        return tuple(dict.fromkeys((self.estimator, *self._estimators.values())))
+
     def bounds_of(self, environment: str) -> Bounds:
         """Return the bounds of an environment."""
         return self._bounds.get(environment, self._default_bounds)
+
+    @cached_property
+    def _estimators(self) -> Mapping[str, str]:
+        pairs = (text.partition("=") for text in self.estimators)
+        return {environment: name for environment, _equals, name in pairs}
 
     @cached_property
     def keys_by_environment(self) -> Mapping[str, tuple[str, ...]]:
@@ -249,7 +271,10 @@ class GroupingConfig:
 @lru_cache(maxsize=64)
 def _to_json(config: GroupingConfig) -> str:
     # Cached, because every commit of every task encodes one of a few configurations.
-    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+    values = dataclasses.asdict(config)
+    if not config.estimators:
+        del values["estimators"]  # A run that does not use it has the bytes that it had before this key existed.
+    return json.dumps(values, sort_keys=True)
 
 
 def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[int]]]:

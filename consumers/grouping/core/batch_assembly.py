@@ -171,15 +171,16 @@ class GroupEpisodes(NamedTuple):
     outcomes: Outcomes
 
 
-def group_episodes(group: Group) -> GroupEpisodes:
-    """Return the episodes of a sealed group."""
+def group_episodes(group: Group, *, details: bool = False) -> GroupEpisodes:
+    """Return the episodes of a sealed group; with `details`, which its members then hold, for an estimator."""
     episodes: dict[str, list[Member]] = {}
     for member in group.members.values():
         episodes.setdefault(episode_of(member.rollout), []).append(member)
     branches_of = list(episodes.values())
     rewards = without_noise([mean([m.rollout.reward for m in branches]) for branches in branches_of])
     lengths = tuple(sum(m.rollout.sampled for m in branches) for branches in branches_of)
-    return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
+    held = tuple(tuple(m.rollout.details for m in branches if m.rollout.details) for branches in branches_of)
+    return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths, details=held if details else ()))
 
 
 def member_advantages(group: Group, episodes: GroupEpisodes, estimator: Estimator) -> dict[str, MemberAdvantage]:

@@ -42,8 +42,9 @@ Change = Callable[[GroupingConfig], GroupingConfig]
 
 
 def check_names(config: GroupingConfig, plug_ins: PlugIns = BUILT_IN) -> None:
-    """Raise ConfigurationError unless the estimator and the maker of a configuration exist."""
-    estimator(config.estimator, plug_ins.estimators)
+    """Raise ConfigurationError unless the estimators and the maker of a configuration exist."""
+    for name in config.estimator_names:
+        estimator(name, plug_ins.estimators)
     context = MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes)
     batch_maker(config.maker, context, plug_ins.makers)
 
@@ -150,12 +151,15 @@ def _configuration(mark: Mark, current: GroupingConfig, plug_ins: PlugIns, chang
 def _check_known(config: GroupingConfig, plug_ins: PlugIns) -> None:
     """Raise ForeignConfiguration if a configuration names users' code that this process did not import."""
     foreign = {
-        "maker": is_user_maker(config.maker) and config.maker not in plug_ins.makers,
-        "estimator": is_user_estimator(config.estimator) and config.estimator not in plug_ins.estimators,
+        "maker": config.maker if is_user_maker(config.maker) and config.maker not in plug_ins.makers else "",
+        "estimator": next(
+            (n for n in config.estimator_names if is_user_estimator(n) and n not in plug_ins.estimators), ""
+        ),
     }
-    for key in (key for key, unknown in foreign.items() if unknown):
-        raise ForeignConfiguration(
-            f"the log puts generation {config.generation} in force, with grouping.{key} {getattr(config, key)!r}, "
-            f"which this process does not know: name it in grouper.{key}s of every grouping process",
-            config.core_version,
-        )
+    for key, name in foreign.items():
+        if name:
+            raise ForeignConfiguration(
+                f"the log puts generation {config.generation} in force, with grouping.{key} {name!r}, "
+                f"which this process does not know: name it in grouper.{key}s of every grouping process",
+                config.core_version,
+            )

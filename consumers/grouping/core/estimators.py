@@ -7,6 +7,7 @@ same bits on every machine.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollstream.topics.errors import ConfigurationError
 
@@ -19,6 +20,26 @@ NOISE = 2.0**-20
 units in the last place of float32. A sum of a few dozen float32 numbers in another order differs by less."""
 
 
+class TurnOutcome(NamedTuple):
+    """One turn of a rollout."""
+
+    role: str
+    start: int
+    """Index of its first token."""
+    stop: int
+    """Index after its last token."""
+    reward: float
+
+
+class RolloutDetails(NamedTuple):
+    """What else a rollout says about its episode."""
+
+    components: Mapping[str, float]
+    """Parts of the reward by name."""
+    truncated: bool
+    turns: tuple[TurnOutcome, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
     """Rewards and lengths of the N episodes of a sealed group, in the order in which their first rollouts arrived."""
@@ -27,6 +48,8 @@ class Outcomes:
     """Reward of each episode, [N]: the mean over its branches; equal rewards if they differ by no more than `NOISE`."""
     lengths: tuple[int, ...]
     """Number of sampled tokens of each episode, [N]: the sum over the loss masks of its branches."""
+    details: tuple[tuple[RolloutDetails, ...], ...] = ()
+    """Details of the branches of each episode, [N], in order of arrival; empty for an estimator without `details`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,8 @@ class Estimator:
     keeps_equal_rewards: bool = False
     """Whether a group of equal rewards still teaches something; otherwise it is dropped as `zero_variance`, unless
     grouping.keep_zero_variance is set."""
+    details: bool = False
+    """Whether it needs `Outcomes.details`, which the groups of its environments then hold in memory."""
 
 
 def mean(values: Sequence[float]) -> float:

@@ -20,16 +20,16 @@ from rollstream.consumers.grouping.core.drop_rules import (
     superseded_by,
 )
 from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.consumers.grouping.core.estimators import estimator
+from rollstream.consumers.grouping.core.estimators import Estimator, estimator
 from rollstream.consumers.grouping.core.group_tables import FinishedGroups, LiveGroups
 from rollstream.consumers.grouping.core.groups import DeadlineKind, Deadlines, Group, GroupKey, Member, Stage
-from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
+from rollstream.consumers.grouping.core.held_rollouts import HeldRollout, details_of
 from rollstream.consumers.grouping.core.limits import Rates
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.core.task_state import Replay, TaskState
-from rollstream.topics.records import GroupCancelled, RateLevel
-from rollstream.topics.wire.codec import frame_of
+from rollstream.topics.records import GroupCancelled, RateLevel, Rollout
+from rollstream.topics.wire.codec import decode_as, frame_of
 from rollstream.topics.wire.rl_examples import Source
 
 
@@ -49,7 +49,9 @@ class GroupLifecycle:
         self._delivery = BatchDelivery(self._partition, state.batch_number, state.delivered, config, plug_ins)
         self._rates = Rates(state.rates)
         self._estimators = plug_ins.estimators
-        estimator(config.estimator, self._estimators)  # An unknown name fails here, before any record is read.
+        self._keeps_details = any(each.details for each in self._estimators.values())
+        for name in config.estimator_names:
+            estimator(name, self._estimators)  # An unknown name fails here, before any record is read.
 
     # ------------------------------------------------------------------ admission
 
@@ -64,6 +66,12 @@ class GroupLifecycle:
         source = Source(self._partition, record.offset, rollout.uid)
         rest = rollout.trimmed(self.clocks.config.token_arrays)
         size_bytes = group_tables.member_cost(rest)
+        if self._keeps_details:
+            # Whatever the configuration is: another one may be in force when the group seals.
+            details = details_of(decode_as(Rollout, record.value or b""))
+            rest = rest._replace(details=details)
+            if self._estimator_of(key.environment).details:
+                size_bytes += group_tables.details_cost(details)
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
@@ -206,8 +214,8 @@ class GroupLifecycle:
         self._live.close(group)
         group.sealed_ms = self.clocks.stream_time_ms
         group.batch_bytes = batch_assembly.batch_bytes(group)
-        episodes = batch_assembly.group_episodes(group)
-        how = estimator(config.estimator, self._estimators)
+        how = self._estimator_of(key.environment)
+        episodes = batch_assembly.group_episodes(group, details=how.details)
         rejection = (
             sealed_rejection(group, self.clocks)
             or self._superseded(key)
@@ -216,7 +224,7 @@ class GroupLifecycle:
         if rejection is not None:
             self._drop(group, rejection)
             return
-        group.estimator = config.estimator
+        group.estimator = config.estimator_of(key.environment)
         group.advantages = batch_assembly.member_advantages(group, episodes, how)
         self._live.add_sealed(group)
         self._watch_age(group)
@@ -225,6 +233,9 @@ class GroupLifecycle:
             self._set_deadline(config.future_deadline_s, DeadlineKind.FUTURE, group)
         else:
             self._offer(group)
+
+    def _estimator_of(self, environment: str) -> Estimator:
+        return estimator(self.clocks.config.estimator_of(environment), self._estimators)
 
     def _superseded(self, key: GroupKey) -> Rejection | None:
         """Reject a group if a newer version of its example sealed before; never while restoring."""

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rollstream.consumers.grouping.core.estimators import RolloutDetails
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Stage
 from rollstream.consumers.grouping.core.held_rollouts import HeldRollout
 from rollstream.consumers.grouping.core.limits import Quota
@@ -139,6 +140,8 @@ REFERENCE_ARRAY = 600
 """Reference log-probabilities, without their bytes in the record and their float32 copy."""
 TOKEN_ARRAY = 600
 """A named array of a rollout, without its bytes and its name."""
+DETAILS, DETAIL = 500, 300
+"""The details of a rollout for an estimator, and each component of its reward and each turn among them."""
 STAMP = 100
 """Time and weight step of a rollout."""
 CANCELLATION = 500
@@ -165,6 +168,12 @@ def member_cost(rollout: HeldRollout) -> int:
         arrays += STAMP
     names = (rollout.environment, rollout.example_id, rollout.group_id, rollout.episode_uid)
     return MEMBER + arrays + _texts(rollout.uid, rollout.worker_id, *names)
+
+
+def details_cost(details: RolloutDetails) -> int:
+    """Return the cost of a rollout's details, besides that of the member."""
+    names = _texts(*details.components, *(turn.role for turn in details.turns))
+    return DETAILS + names + DETAIL * (len(details.components) + len(details.turns))
 
 
 def cancellation_cost(uids: Iterable[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.grouping.core.estimators import RolloutDetails, TurnOutcome
 from rollstream.topics.records import Bool, Float32, Int32, NamedArray, Rollout, SamplingParams
 from rollstream.topics.wire.codec import column_bytes
 from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source
@@ -61,6 +62,8 @@ class _Fields(NamedTuple):
     """Number of tokens that the policy sampled."""
     token_bound: int
     """No token id is larger."""
+    details: RolloutDetails | None = None
+    """Only in groups of a fold with an estimator that needs them."""
 
 
 class HeldRollout(_Fields):
@@ -141,6 +144,12 @@ class HeldRollout(_Fields):
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+
+
+def details_of(rollout: Rollout) -> RolloutDetails:
+    """Return the details of a rollout for an estimator."""
+    turns = tuple(TurnOutcome(turn.role, turn.start, turn.stop, turn.reward) for turn in rollout.turns)
+    return RolloutDetails(rollout.reward_components, rollout.truncated, turns)
 
 
 def advantage_array(advantage: float, length: int) -> Float32:

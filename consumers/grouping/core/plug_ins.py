@@ -7,6 +7,7 @@ name.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import GrouperConfig
@@ -89,7 +90,7 @@ def checked(name: str, estimator: Estimator) -> Estimator:
         assert over is not None, "only called for an estimator with a second stage"
         return _checked(name, over(advantages, weights), len(advantages))
 
-    return Estimator(within_group, None if over is None else over_batch, estimator.keeps_equal_rewards)
+    return replace(estimator, within_group=within_group, over_batch=None if over is None else over_batch)
 
 
 def _checked(name: str, values: Sequence[float], count: int) -> list[float]:

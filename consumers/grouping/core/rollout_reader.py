@@ -69,7 +69,7 @@ def read_again(value: bytes | None) -> HeldRollout | None:
     mask = np.frombuffer(value, "|u1", fields[-1], fields[-2][1])
     if np.maximum.reduce(mask) > 1:
         return None
-    return HeldRollout._make((*fields, int(np.count_nonzero(mask)), _INT_MAX))
+    return HeldRollout._make((*fields, int(np.count_nonzero(mask)), _INT_MAX, None))
 
 
 def _fields(value: bytes) -> _Fields | None:
@@ -150,7 +150,7 @@ def _check(together: list[tuple[int, _Fields]], rollouts: list[HeldRollout | Non
     end = 0
     for number, fields in together:
         begin, end = end, end + fields[-1]
-        rollouts[number] = HeldRollout._make((*fields, int(np.count_nonzero(mask[begin:end])), bound))
+        rollouts[number] = HeldRollout._make((*fields, int(np.count_nonzero(mask[begin:end])), bound, None))
 
 
 def _are_sound(mask: NDArray[np.uint8], bits: NDArray[np.int32]) -> bool:
