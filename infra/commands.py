@@ -39,6 +39,11 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
         "--port", type=int, default=DEFAULT_PORT, help="port for clients, 0 for any free one (default: %(default)s)"
     )
     start.add_argument(
+        "--host",
+        default=BrokerConfig.host,
+        help="address that the broker listens on and advertises (default: %(default)s)",
+    )
+    start.add_argument(
         "--nodes",
         type=int,
         metavar="N",
@@ -80,7 +85,7 @@ def run_start(args: argparse.Namespace) -> int:
         return 0
     cluster = read_cluster(BrokerLayout(root=args.data))
     nodes = args.nodes or (cluster.nodes if cluster else 1)
-    config = BrokerConfig(data_dir=args.data, port=args.port, provider=args.provider)
+    config = BrokerConfig(data_dir=args.data, host=args.host, port=args.port, provider=args.provider)
     broker: LocalBroker | LocalCluster
     if nodes > 1 or cluster:
         broker = LocalCluster.start(args.data, nodes, config=config)

@@ -57,7 +57,7 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "doctor": ("tools.doctor", "check what a role can see and do on the brokers, with a remedy for each fault"),
         "topics": ("tools.topics", "the topics of a run: plan, apply, describe"),
         "broker": ("tools.broker", "a local Kafka: start, stop, status; on any Kafka: end hanging transactions"),
-        "deploy": ("tools.deploy", "a run as a compose file or Helm chart; dashboard and alerts; a fit onto TPUs"),
+        "deploy": ("tools.deploy", "a run for compose, Helm or Slurm; dashboard and alerts; a fit onto TPUs"),
         "role": ("", "one process of a run, started by itself: env, group, learn, infer and the others"),
         "key": ("tools.key", "private keys with which marks and rollouts are signed: new, show"),
         "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),

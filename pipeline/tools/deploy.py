@@ -1,4 +1,4 @@
-"""`rollstream deploy`: writes a run as a compose file or a Helm chart, and a dashboard and alert rules for all runs."""
+"""`rollstream deploy`: writes a run as a compose file, Helm chart or Slurm job, and a dashboard and alert rules."""
 
 import argparse
 import os
@@ -19,6 +19,7 @@ from rollstream.topics.secrets import is_secret, reference
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream deploy`."""
     from rollstream.pipeline.deployment.compose import ComposeOptions
+    from rollstream.pipeline.deployment.slurm import SlurmOptions
 
     default = ComposeOptions()
     commands = parser.add_subparsers(dest="deploy_command", metavar="COMMAND", required=True)
@@ -53,6 +54,28 @@ def register(parser: argparse.ArgumentParser) -> None:
     for flag, what in (("--image", "image of the roles"), ("--worker-image", "image of the workers, if different")):
         shown = default.image if flag == "--image" else ""
         chart.add_argument(flag, default=shown, metavar="IMAGE", help=f"{what}; also a value of the chart")
+
+    job = SlurmOptions()
+    slurm = add_command(commands, "slurm", "write a batch script for Slurm: a broker and every role of the run")
+    set_handler(slurm, write_slurm, example="rollstream deploy slurm run.toml -o run.sbatch")
+    slurm.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
+    slurm.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
+    slurm.add_argument(
+        "--brokers",
+        type=int,
+        choices=(0, 1),
+        default=job.brokers,
+        help="1: a broker in the job; 0: use kafka.bootstrap_servers (default: %(default)s)",
+    )
+    slurm.add_argument(
+        "--port", type=int, default=job.port, help="port of the broker on its node (default: %(default)s)"
+    )
+    for flag, value, what in (
+        ("--broker-options", job.broker_options, "broker's"),
+        ("--roles-options", job.roles_options, "roles'"),
+    ):
+        what = f"options of sbatch for the {what} part of the job (default: %(default)s)"
+        slurm.add_argument(flag, default=value, metavar="OPTIONS", help=what)
 
     wait = add_command(commands, "wait", "wait until a role may start, for clusters that start all roles at once")
     set_handler(wait, wait_to_start, example="rollstream deploy wait env --ready main-group:8081")
@@ -108,12 +131,30 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
         code=_beside(args.code, folder) if args.code else "",
         variables=given_variables(config, args, os.environ),
     )
-    text = render_compose(config, options)
+    return _written(render_compose(config, options), config, args, f"docker compose -f {args.output} up --detach")
+
+
+def write_slurm(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write the batch script of a run to a file or stdout."""
+    from rollstream.pipeline.deployment.slurm import SlurmOptions, render_slurm
+
+    options = SlurmOptions(
+        brokers=args.brokers,
+        broker_options=args.broker_options,
+        roles_options=args.roles_options,
+        port=args.port,
+        file=args.config or args.file,
+        variables=given_variables(config, args, os.environ),
+    )
+    return _written(render_slurm(config, options), config, args, f"sbatch {args.output}")
+
+
+def _written(text: str, config: RunConfig, args: argparse.Namespace, start: str) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
         args.output.write_text(text, encoding="utf-8")
-        print(f"{args.output}: run {config.run}; start it with docker compose -f {args.output} up --detach")
+        print(f"{args.output}: run {config.run}; start it with {start}")
     return 0
 
 
