@@ -25,7 +25,16 @@ class Alert:
     @property
     def runbook(self) -> str:
         """Page and section of the runbook, for the person who gets the alert."""
-        return f"docs/runbook.md#{self.section.lower().replace(' ', '-')}"
+        return f"docs/runbook.md#{self._anchor}"
+
+    @property
+    def page(self) -> str:
+        """The same section of the built documentation."""
+        return f"runbook.html#{self._anchor}"
+
+    @property
+    def _anchor(self) -> str:
+        return self.section.lower().replace(" ", "-")
 
 
 ALERTS = (
@@ -184,15 +193,18 @@ def expressions() -> Iterator[str]:
     yield from (alert.expression for alert in ALERTS)
 
 
-def alert_rules() -> str:
-    """Return the rules as the text of a file for `rule_files`."""
+def alert_rules(docs: str = "") -> str:
+    """Return the rules as the text of a file for `rule_files`; `docs` is the URL of the built documentation, if the
+    rules are to link to the runbook there."""
+    site = docs.rstrip("/")
     rules = [
         {
             "alert": alert.name,
             "expr": alert.expression,
             "for": alert.lasts,
             "labels": {"severity": alert.severity},
-            "annotations": {"summary": alert.summary, "description": alert.remedy, "runbook": alert.runbook},
+            "annotations": {"summary": alert.summary, "description": alert.remedy, "runbook": alert.runbook}
+            | ({"runbook_url": f"{site}/{alert.page}"} if site else {}),
         }
         for alert in ALERTS
     ]

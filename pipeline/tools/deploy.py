@@ -98,6 +98,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     monitoring.add_argument(
         "directory", type=Path, metavar="DIR", help="directory to write to; created if it does not exist"
     )
+    monitoring.add_argument(
+        "--docs", default="", metavar="URL", help="URL of the built documentation, to which alerts then link"
+    )
     monitoring.set_defaults(run=_write_monitoring)
 
 
@@ -108,7 +111,7 @@ def _write_monitoring(args: argparse.Namespace) -> int:
 
     directory: Path = args.directory
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in (("rollstream-dashboard.json", dashboard()), ("rollstream-alerts.yml", alert_rules())):
+    for name, text in (("rollstream-dashboard.json", dashboard()), ("rollstream-alerts.yml", alert_rules(args.docs))):
         (directory / name).write_text(text, encoding="utf-8")
         print(directory / name)
     return 0

@@ -94,3 +94,9 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     [group] = rules["groups"]
     assert {rule["labels"]["severity"] for rule in group["rules"]} == {"critical", "warning"}
     assert all(rule["annotations"]["runbook"].startswith("docs/runbook.md#") for rule in group["rules"])
+    assert not any("runbook_url" in rule["annotations"] for rule in group["rules"])
+    subprocess.run([*command, "--docs", "https://docs.example/rollstream/"], capture_output=True, check=True)
+    [group] = json.loads((tmp_path / "new" / "rollstream-alerts.yml").read_text())["groups"]
+    for notes in (rule["annotations"] for rule in group["rules"]):
+        anchor = notes["runbook"].partition("#")[2]
+        assert notes["runbook_url"] == f"https://docs.example/rollstream/runbook.html#{anchor}"
