@@ -73,6 +73,8 @@ class ComposeOptions:
     """The run's configuration file, as a path relative to the compose file; empty if there is none."""
     code: str = ""
     """Directory of users' code, relative to the compose file, in which roles then run; empty if there is none."""
+    gpus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ids of the GPUs of this machine that the processes of a role get, by role."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables for settings that are not given in the file."""
 
@@ -126,6 +128,10 @@ def _check(config: RunConfig, options: ComposeOptions) -> None:
     check_containers(config)
     if options.brokers not in (0, 1, 3):
         raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 to use kafka.bootstrap_servers")
+    if absent := sorted(options.gpus.keys() - counts(config).keys()):
+        raise ConfigurationError(
+            f"--gpus {absent[0]}=...: the run has no such role; it has {', '.join(counts(config))}"
+        )
     if not options.brokers:
         check_brokers(config)
     elif is_secured(config):
@@ -198,6 +204,9 @@ def _process(
         "healthcheck": {MERGE: "readyz" if role.name in awaited else "livez"},
         **_secrets(container_secrets(secrets_of(config, role.secrets))[0]),
     }
+    if role.name in options.gpus:
+        devices = {"driver": "nvidia", "device_ids": list(options.gpus[role.name]), "capabilities": ["gpu"]}
+        service["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
     if role.name == ENV and options.worker_image:
         service["image"] = options.worker_image
     if role.finishes:

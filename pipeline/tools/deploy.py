@@ -37,6 +37,14 @@ def register(parser: argparse.ArgumentParser) -> None:
     compose.add_argument(
         "--code", type=Path, metavar="DIR", help="directory of your own code; roles run in it, and cannot write to it"
     )
+    compose.add_argument(
+        "--gpus",
+        action="append",
+        default=[],
+        type=gpus_of_role,
+        metavar="ROLE=IDS",
+        help="GPUs of this machine for a role, such as learn=0,1 or infer=2; repeatable",
+    )
     for flag, value, what in (
         ("--image", default.image, "image of the roles"),
         ("--worker-image", default.worker_image, "image of the workers, if different"),
@@ -132,6 +140,7 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
         grafana_image=args.grafana_image,
         config_file=_beside(file, folder) if file else "",
         code=_beside(args.code, folder) if args.code else "",
+        gpus=dict(args.gpus),
         variables=given_variables(config, args, os.environ),
     )
     return _written(render_compose(config, options), config, args, f"docker compose -f {args.output} up --detach")
@@ -198,6 +207,14 @@ def service_address(text: str) -> str:
     if not host or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not an address; give host:port, such as main-group:8081")
     return text
+
+
+def gpus_of_role(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the role and the ids of a text of the form ROLE=ID,ID. Raises ArgumentTypeError for anything else."""
+    role, _, ids = text.partition("=")
+    if not role or not all(ids.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} names no GPUs of a role; give ROLE=IDS, such as learn=0,1")
+    return role, tuple(ids.split(","))
 
 
 def _beside(path: Path, folder: Path) -> str:

@@ -362,3 +362,16 @@ def test_a_run_of_a_control_task_has_its_roles(tmp_path: Path) -> None:
     assert services.keys() == {"topics", "fill", "collect-0", "collect-1", "archive", "tools"}
     assert settings_of(services["fill"], tmp_path).fill.directory == f"{HOME}/windows"
     assert services["collect-0"]["depends_on"]["fill"] == {"condition": "service_healthy"}
+
+
+def test_gpus_go_to_the_processes_of_the_roles_that_are_named_and_to_no_other(tmp_path: Path) -> None:
+    services = rendered(tmp_path, MUCH, "--gpus", "learn=0,1", "--gpus", "infer=2")["services"]
+    given = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in services.items()
+        if "deploy" in service
+    }
+    device = {"driver": "nvidia", "capabilities": ["gpu"]}
+    assert given["learn"] == [{**device, "device_ids": ["0", "1"]}]
+    assert given["infer"] == [{**device, "device_ids": ["2"]}]
+    assert {name.partition("-")[0] for name in given} == {"learn", "infer"}
