@@ -113,12 +113,6 @@ class OffsetTable:
         values[offset % _CHUNK] = before | bits
         return before
 
-    def clear_bits(self, bits: int, chosen: OffsetRuns | None = None) -> None:
-        """Clear bits of all values, or of those in `chosen`."""
-        for start, stop in zip(*(self.runs() if chosen is None else chosen)[:2], strict=True):
-            for _first, values in self.writable(int(start), int(stop)):
-                values &= np.uint32(~bits & 0xFFFFFFFF)
-
     def _chunk(self, number: int) -> Values:
         dense = self._dense.get(number)
         if dense is None:

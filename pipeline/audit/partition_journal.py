@@ -24,7 +24,6 @@ CODES = (1 << 20) - 1
 SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE = (1 << bit for bit in range(20, 26))
 """Facts about an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
 batched after the first snapshot, it was batched before that snapshot, which still lists it as unfinished."""
-_OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE
 _MOST_NAMED = 20
 _IN_FLIGHT_CODE = PLACES.index(IN_FLIGHT) + 1
 _DROPPED_CODE = PLACES.index(DROPPED) + 1
@@ -73,20 +72,6 @@ class PartitionJournal:
         self._sums = JournalCounts()
         self._origin = 0
         self._joining = False
-
-    def anew(self) -> "PartitionJournal":
-        """Return a journal of which no record is read yet; it keeps what other topics say about its offsets."""
-        journal = PartitionJournal(self.number)
-        journal.table = self.table
-        journal.table.clear_bits(_OF_THE_JOURNAL)
-        return journal
-
-    def forget_before(self) -> None:
-        """Forget which offsets settled before the first snapshot are in batches: the journal only counts them."""
-        runs = self.table.runs().where(self.table.runs().values & CARRIED != 0)
-        settled = runs.where(codes(runs.values) == 0).clipped(0, self.base)
-        self.table.clear_bits(CARRIED, settled)
-        self.table.clear_bits(CARRIED, runs.where(runs.values & DELIVERED_BEFORE != 0))
 
     def read(self, record: JournalRecord) -> None:
         """Process the next journal record."""

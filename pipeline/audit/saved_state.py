@@ -25,10 +25,6 @@ _NUMBERS = "numbers "
 _LEVEL = 1
 
 
-class OtherCode(ValueError):
-    """Values that other code has written."""
-
-
 def saved(value: object) -> dict[str, Any]:
     """Return plain values from which `restored` makes an equal object, except for the settings of Kafka in it."""
     modules = {__name__}
@@ -39,11 +35,11 @@ def saved(value: object) -> dict[str, Any]:
 def restored(state: dict[str, Any], kafka: KafkaConfig) -> Any:
     """Return the object that `saved` was given, with these settings of Kafka.
 
-    Raises OtherCode, or another ValueError, KeyError, TypeError, AttributeError or zlib.error if `saved` did not make
-    the values.
+    Raises ValueError, KeyError, TypeError, AttributeError or zlib.error if `saved` did not make the values, or other
+    code made them.
     """
     if state["code"] != _digests(state["code"]):
-        raise OtherCode("other code than this has written it")
+        raise ValueError("other code than this has written it")
     return _object(state["value"], kafka)
 
 

@@ -39,6 +39,8 @@ class Readers:
     kept: LiveLedger
     """Goes on in this process."""
     moments: int = 0
+    pruned: bool = False
+    """Whether records were deleted since the last reading; everything is then read again."""
 
     @classmethod
     def of(cls, run: RealRun) -> "Readers":
@@ -48,7 +50,8 @@ class Readers:
         """A reading that begins with the file of the one before, as in another process."""
         with LiveLedger(self.run.kafka, self.run.name, self.run.directory / self.run.name / "file" / "books") as reader:
             book = reader.poll()
-            assert not self.moments or not reader.begun_anew, reader.begun_anew
+            assert not self.moments or bool(reader.begun_anew) == self.pruned, reader.begun_anew
+            self.pruned = False
             return book
 
     def agree(self) -> Ledger:
@@ -111,7 +114,7 @@ def test_readings_agree_over_exclusions_sessions_and_retirement(run: RealRun) ->
     run.send(rollout(f"open{n}", 0) for n in range(4))
     readers.await_book(in_flight=4, unread=0)
     before = readers.agree()
-    pruned(run, "calls")
+    pruned(readers, "calls")
     book = readers.agree()
     assert (book.calls["recorded"], book.batched) == (0, before.batched)
     assert readers.moments > 10
@@ -147,8 +150,9 @@ def in_sessions(run: RealRun, readers: Readers) -> None:
     assert books.calls["in_rollouts"] == 3
 
 
-def pruned(run: RealRun, *topics: str) -> None:
+def pruned(readers: Readers, *topics: str) -> None:
     """Prune the run, and check that it deletes something of each of these topics."""
+    run, readers.pruned = readers.run, True
     run.told("prune", "--yes", "--keep-batches", "0")
     for topic in topics:
         bounds = topic_admin.bounds(run.kafka, run.topic(topic)).values()
@@ -217,7 +221,7 @@ def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> No
     with TrajectoryReplayBuffer() as buffer, closing(TrajectoryFiller(run.kafka, run.name, [buffer])) as filler:
         filler.fill(300)
         assert readers.agree().trajectories["records"] == book.trajectories["records"]
-        pruned(run, "trajectories", "unlabelled")
+        pruned(readers, "trajectories", "unlabelled")
         assert readers.agree().unlabelled["labeled"] == book.unlabelled["labeled"]
     send(run, [numbered(number, worker="w7") for number in range(300, 310)], "trajectories")
     readers.agree()

@@ -11,7 +11,6 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import LiveLedger, ledger
-from rollstream.pipeline.audit.ledger.live import VERSION
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.records import BatchUse, LearnerStep
@@ -92,20 +91,10 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert stored.poll() == ("there is no saved ledger", whole)
     assert stored.poll() == ("", whole)
     data = stored.path.read_bytes()
-    for bad, why in (
-        (data[:-1], "it is damaged: its bytes are not those that were written"),
-        (data[:40], "it is damaged"),
-        (data[:100] + b"\0" + data[101:], "it is damaged"),
-        (b"", "it is not a ledger file"),
-        (b"something else", "it is not a ledger file"),
-        (
-            data.replace(b"books %d " % VERSION, b"books 1 ", 1),
-            f"it is of version 1, but this release uses version {VERSION}",
-        ),
-    ):
+    for bad in (data[:-1], data[:40], data[:100] + b"\0" + data[101:], b"", b"something else", zlib.compress(b"{}")):
         stored.path.write_bytes(bad)
         report, book = stored.poll()
-        assert why in report
+        assert "is damaged, or other code than this has written it" in report
         assert book == whole
         assert stored.poll() == ("", whole)
     # The unfinished file of a killed writer is ignored.
@@ -113,14 +102,14 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert stored.poll() == ("", whole)
     copied = Stored(run.beside("copy").prepare(), stored.path)
     report, book = copied.poll()
-    assert f"it belongs to run {run.name} and groups" in report
+    assert f"belongs to run {run.name} and groups" in report
     assert book == plain(ledger(run.kafka, copied.run.name))
     # The topics of the run are created anew, so nothing that was read is there any more.
     stored.poll()
     assert topic_admin.delete_topics(run.kafka, [d.topic for d in provisioning.describe(run.kafka, run.name)]) == {}
     run.prepare()
     report, book = stored.poll()
-    assert report.endswith("was created anew")
+    assert "deleted and created again since" in report
     assert book == plain(ledger(run.kafka, run.name))
     assert book["batched"] == 0
 
@@ -183,4 +172,4 @@ def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
         batched, dropped = live.offsets("batched"), live.offsets("dropped", "late")
     assert sum(last - first + 1 for ranges in batched.values() for first, last in ranges) == 8
     assert dropped == {0: [], 1: []}
-    assert zlib.decompress(file.read_bytes()[len(b"rollstream books 2 ") + 32 :]).startswith(b'{"code"')
+    assert zlib.decompress(file.read_bytes()).startswith(b'{"code"')

@@ -1,7 +1,7 @@
 """The table of batches, by partition and number: the place of each batch, its rows, and its entry in the index."""
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,6 @@ class BatchTable:
         """Note a batch that the journal names."""
         numbers = self._of(partition, number)
         numbers.expected[numbers.at(number)] = 1
-
-    def expect_none(self) -> None:
-        """Forget which batches the journal names."""
-        for numbers in self._partitions.values():
-            numbers.expected = array("q", [NONE] * len(numbers.expected))
 
     def is_expected(self, partition: int, number: int) -> bool:
         """Whether the journal names a batch."""
@@ -110,25 +105,6 @@ class BatchTable:
         begin = min(int(named[0]), base) if len(named) else base
         unnamed: list[int] = np.setdiff1d(np.arange(begin, stop), named, assume_unique=True).tolist()
         return unnamed
-
-    def forget_batches_before(self, begins: Mapping[int, int]) -> None:
-        """Forget the places of deleted batches."""
-        for numbers in self._partitions.values():
-            places, partitions = numbers.column("place"), numbers.column("partition")
-            gone = np.zeros(len(places), bool)
-            for partition, begin in begins.items():
-                gone |= (partitions == partition) & (places < begin)
-            for name in ("partition", "place", "rows"):
-                column = numbers.column(name)
-                column[gone] = NONE
-                setattr(numbers, name, array("q", column.tobytes()))
-
-    def forget_entries_before(self, begin: int) -> None:
-        """Forget deleted entries."""
-        for numbers in self._partitions.values():
-            column = numbers.column("entry")
-            column[column < begin] = NONE
-            numbers.entry = array("q", column.tobytes())
 
     def _of(self, partition: int, number: int) -> _Numbers:
         return self._partitions.setdefault(partition, _Numbers(number))

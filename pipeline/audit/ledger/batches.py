@@ -10,8 +10,7 @@ import numpy as np
 from rollstream.consumers.grouping.selection_bias import RolloutMoments, batch_moments
 from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.topic_tail import HiddenRecords, TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import (
     CARRIED,
     CODES,
@@ -63,16 +62,6 @@ class RecordedBatches:
         """Invalid batch ids in the journal."""
         self._evals_batched = 0
         self._problems: list[str] = []
-
-    def forget_before(self, begins: Mapping[int, int]) -> None:
-        """Forget deleted batches."""
-        self.table.forget_batches_before(begins)
-        self._skipped_in = {name: moments for name, moments in self._skipped_in.items() if self.rows(name) is not None}
-
-    def expect_anew(self) -> None:
-        """Forget which batches the journals name, because the journals are read again."""
-        self.table.expect_none()
-        self._odd = []
 
     @property
     def skipped(self) -> dict[str, RolloutMoments]:

@@ -162,7 +162,7 @@ class CallRecords:
         start = {partition: first for partition, (first, _names) in opened.items()}
         calls = self._book.calls
         for message in read_to_end(self._kafka, self.tail.topic, partitions=[*opened], start=start):
-            if message.offset >= self.tail.follows[message.partition]:
+            if message.offset >= self.tail.position[message.partition]:
                 continue
             with suppress(RecordError):
                 record = _record(message)

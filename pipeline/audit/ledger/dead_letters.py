@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.topic_tail import HiddenRecords, TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import LETTERED, PartitionJournal, code_of, codes
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.topic_tail import HiddenRecords, TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
@@ -54,15 +53,6 @@ class Entries:
         """Return the number of entries from a position on."""
         return len(self.offsets) - bisect_left(self.offsets, position)
 
-    def forget_before(self, begin: int) -> None:
-        """Forget deleted entries."""
-        at = bisect_left(self.offsets, begin)
-        self.offsets, self._partitions, self._numbers = (
-            self.offsets[at:],
-            self._partitions[at:],
-            self._numbers[at:],
-        )
-
     def _named(self, at: int) -> str:
         return f"{self._partitions[at]}-{self._numbers[at]}"
 
@@ -82,15 +72,6 @@ class BatchIndex:
         """By partition, the number of the last batch that was named."""
         self._problems: list[tuple[int, str]] = []
         """Offsets of entries, and descriptions of their problems."""
-
-    def forget_before(self, begin: int, table: BatchTable) -> None:
-        """Forget deleted entries."""
-        self.entries.forget_before(begin)
-        table.forget_entries_before(begin)
-        for entries in (self._open, self._unmatched):
-            for offset in [offset for offset in entries if offset < begin]:
-                del entries[offset]
-        self._problems = [(offset, text) for offset, text in self._problems if offset >= begin]
 
     def check(
         self,

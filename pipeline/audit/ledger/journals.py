@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Mapping
 
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, HiddenRecords, TopicTail, read_until_complete
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
@@ -23,7 +22,6 @@ class Journals:
     def __init__(self, kafka: KafkaConfig, run: str, partitions: int) -> None:
         self.tail = TopicTail(kafka, run, "journal")
         self.of = {number: PartitionJournal(number) for number in range(partitions)}
-        self._again = False
 
     @property
     def added(self) -> list[int]:
@@ -31,11 +29,6 @@ class Journals:
         if not any(journal.sequence >= 0 for journal in self.of.values()):
             return []
         return [number for number, journal in self.of.items() if journal.sequence < 0 and not journal.hidden]
-
-    def begin_anew(self, tail: TopicTail) -> None:
-        """Read all journals again with another tail, because some of their records were deleted."""
-        self.tail, self._again = tail, True
-        self.of = {number: journal.anew() for number, journal in self.of.items()}
 
     def read(self, kafka: KafkaConfig, cut: Mapping[int, int], group: str, hidden: HiddenRecords, book: Ledger) -> None:
         """Read each journal up to its offset in `cut`, or else to its end, and report missing records."""
@@ -53,14 +46,10 @@ class Journals:
                 record = (later if beyond else tail.skipped).decode(JournalRecord, message)
                 if record is not None and not beyond:
                     self._add(kafka, record, message.partition)
-            return sorted(p for p, last in cut.items() if tail.follows.get(p, 0) <= last)
+            return sorted(p for p, last in cut.items() if tail.position.get(p, 0) <= last)
 
         behind = read_until_complete(read)
         book.note_skipped(later)
-        if self._again:
-            self._again = False
-            for journal in self.of.values():
-                journal.forget_before()
         open_ends = hidden.parts("journal") if behind else {}
         for journal in self.of.values():
             for problem in journal.problems:

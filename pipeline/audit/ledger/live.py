@@ -1,7 +1,7 @@
 """The ledger of a run that is still growing: it reads only new records, and saves its state in a file.
 
 The file can be deleted at any time; the topics are then read from the beginning. That also happens if the file is
-damaged or of another version, or if the topics no longer hold what was read; the reason is reported.
+damaged or other code has written it, or if the topics no longer hold what was read; the reason is reported.
 """
 
 import json
@@ -10,9 +10,6 @@ import math
 import time
 import zlib
 from pathlib import Path
-from typing import Any
-
-from blake3 import blake3
 
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
@@ -21,9 +18,10 @@ from rollstream.consumers.files.atomic_files import (
     remove_unfinished,
     write_bytes,
 )
+from rollstream.consumers.log_view import ViewOutdated
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.proof import Books, Outdated, first_reading
-from rollstream.pipeline.audit.saved_state import OtherCode, restored, saved
+from rollstream.pipeline.audit.ledger.proof import Books, first_reading
+from rollstream.pipeline.audit.saved_state import restored, saved
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
@@ -31,10 +29,6 @@ from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-VERSION = 6
-"""Version of the file, raised with every change of its format."""
-_MARK = b"rollstream books "
-_DIGEST_BYTES = 32
 _LOCK = "books.lock"
 _SHARE = 20
 """Writing the file takes at most 1/20 of the time; after a kill, records since the last write are read again."""
@@ -77,7 +71,7 @@ class LiveLedger(Closing):
         if books is not None:
             try:
                 result = books.read()
-            except (Outdated, OffsetGone) as error:
+            except (ViewOutdated, OffsetGone) as error:
                 self._tell(str(error))
                 books = None
         if books is None:
@@ -112,20 +106,16 @@ class LiveLedger(Closing):
         """Return the `Books` in the file; None, after reporting the reason, if the file cannot be used."""
         try:
             data = self._path.read_bytes()
+            books: Books = restored(json.loads(zlib.decompress(data)), self._kafka)
+            run, *groups = subject = books.subject
         except FileNotFoundError:
             self._tell("there is no saved ledger")
             return None
-        subject = Books(*self._arguments).subject
-        try:
-            books: Books = restored(_unpacked(data), self._kafka)
-            if books.subject != subject:
-                run, *groups = books.subject
-                raise Outdated(f"it belongs to run {run} and groups {', '.join(groups)}")
-        except (Outdated, OtherCode) as error:
-            self._tell(f"{self._path}: {error}")
-            return None
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-            self._tell(f"{self._path}: its values differ in form from those that this release writes ({error!r})")
+            self._tell(f"{self._path} is damaged, or other code than this has written it ({error!r})")
+            return None
+        if subject != Books(*self._arguments).subject:
+            self._tell(f"{self._path} belongs to run {run} and groups {', '.join(groups)}")
             return None
         self._kept, self.state_bytes = books.positions, len(data)
         return books
@@ -138,7 +128,7 @@ class LiveLedger(Closing):
 
     def _write(self, books: Books) -> None:
         began = time.monotonic()
-        data = _packed(saved(books))
+        data = zlib.compress(json.dumps(saved(books), ensure_ascii=False, separators=(",", ":")).encode(), 1)
         self.state_bytes = len(data)
         if self._may_write():
             write_bytes(self._path, data)
@@ -157,22 +147,3 @@ class LiveLedger(Closing):
     def _tell(self, why: str) -> None:
         self.begun_anew = why
         event(logger, "ledger_begun_anew", why=why, file=str(self._path))
-
-
-def _packed(state: dict[str, Any]) -> bytes:
-    body = zlib.compress(json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode(), 1)
-    return _MARK + b"%d " % VERSION + blake3(body).digest(length=_DIGEST_BYTES) + body
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    """Return the state in the bytes of a file. Raises Outdated if the bytes are invalid or of another version."""
-    mark, _, rest = data.removeprefix(_MARK).partition(b" ")
-    if not data.startswith(_MARK) or not mark.isdigit():
-        raise Outdated("it is not a ledger file")
-    if int(mark) != VERSION:
-        raise Outdated(f"it is of version {int(mark)}, but this release uses version {VERSION}")
-    digest, body = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
-    if blake3(body).digest(length=_DIGEST_BYTES) != digest:
-        raise Outdated("it is damaged: its bytes are not those that were written")
-    state: dict[str, Any] = json.loads(zlib.decompress(body))
-    return state

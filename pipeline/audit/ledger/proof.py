@@ -14,40 +14,36 @@ from typing import Any
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.selection_bias import selections, with_skipped
 from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.log_view import ViewOutdated
 from rollstream.pipeline.audit.configuration_history import configurations
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.calls import CallRecords
 from rollstream.pipeline.audit.ledger.dead_letters import DeadLetters
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.index import BatchIndex
 from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
 from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
-from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
+from rollstream.pipeline.audit.ledger.topic_tail import HiddenRecords, TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import note_retired
-from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import RetiredLearner
 from rollstream.topics.records.fates import CONTROL, READ
-from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.catalogue import PRUNED, topic_name
 
 _NO_ROLLOUTS = (READ, CONTROL)
 """Names of counts other than fates of rollouts."""
-_PRUNED = ("rollouts", "journal", "batch-index", "batches")
-"""Topics whose first records may be deleted without making a saved ledger outdated."""
-_READ_AGAIN = ("calls", "unlabelled", "trajectories")
-"""Topics that are read again if their first records were deleted."""
+_ANEW = "everything is read again"
 _READINGS = 4
 """Most readings in a row, each because records were deleted during the one before it."""
-LogBounds = dict[str, dict[int, int]]
-"""One offset for each partition of each topic, by topic and partition."""
+Bounds = dict[int, tuple[int, int]]
+"""First offset of each partition of a topic, and the offset after its last."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -66,10 +62,10 @@ def first_reading(
     """Read everything, as `ledger` does; begin again if records are deleted before they are read."""
     for _ in range(_READINGS - 1):
         books = Books(kafka, run, group, labeling_group)
-        with suppress(OffsetGone):
+        with suppress(OffsetGone, ViewOutdated):
             return books, books.read()
     books = Books(kafka, run, group, labeling_group)
-    return books, books.read()
+    return books, books.read(although_pruned=True)
 
 
 class Books:
@@ -85,8 +81,8 @@ class Books:
         self._kafka, self._run = kafka, run
         self._groups = group or GrouperConfig().group_id(run), labeling_group or LabelingConfig().group_id(run)
         partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
-        self._ids: dict[str, str] = {}
-        self._begins: LogBounds = {}
+        self._begins: dict[str, dict[int, int]] = {}
+        """First offset of each partition of each topic."""
         self._learners = Learners(kafka, run)
         self._journals = Journals(kafka, run, partitions)
         self._evaluations = Evaluations(kafka, run)
@@ -111,7 +107,7 @@ class Books:
     @property
     def positions(self) -> object:
         """How far each topic was read, and where it begins; the state changes only if this value changes."""
-        return [dict(tail.follows) for tail in (*self._tails.values(), *self._others)], self._begins
+        return [dict(tail.position) for tail in (*self._tails.values(), *self._others)], self._begins
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -138,18 +134,18 @@ class Books:
         """Additional readers of these topics."""
         return self._labeling.letters, self._labeling.rollouts
 
-    def read(self) -> Ledger:
+    def read(self, *, although_pruned: bool = False) -> Ledger:
         """Read the records since the last call; the first call reads all records.
 
-        A prune during a reading deletes records that topics read before it name, so then this reads again. Raises
-        Outdated if the topics no longer hold what was read before; then, and after any other error, the caller must
-        discard this object and create another.
+        Raises ViewOutdated if the topics no longer hold what was read before, or if records are deleted meanwhile,
+        unless `although_pruned`: topics that were read before may name them. Then, and after any other error, the
+        caller must discard this object and create another.
         """
-        for _ in range(_READINGS - 1):
-            result = self._read()
-            if not self._pruned_meanwhile():
-                return result
-        return self._read()
+        result = self._read()
+        names = {tail.topic: name for name, tail in self._tails.items() if name in PRUNED}
+        if not although_pruned:
+            self._check_begins(bounds_of(self._kafka, names))
+        return result
 
     def _read(self) -> Ledger:
         kafka, run, (group, labeling_group) = self._kafka, self._run, self._groups
@@ -158,7 +154,7 @@ class Books:
         named = self._learners.read()
         index_end = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
         # Use bounds from before the cut, because a janitor deletes records up to the position of the group.
-        begins = {p: begin for p, (begin, _end) in bounds["rollouts"].items()}
+        begins = _begins(bounds["rollouts"])
         journals = self._journals.of
         self._journals.read(kafka, self._cut(len(journals)), group, hidden, result)
         for partition in self._journals.added:
@@ -190,83 +186,40 @@ class Books:
         for name, tail in self._tails.items():
             result.note_skipped(tail.skipped)
             for partition, (begin, _end) in bounds[name].items():
-                tail.follows.setdefault(partition, begin)
+                tail.position.setdefault(partition, begin)
         for tail in self._others:
             result.note_skipped(tail.skipped)
         return result
 
-    def _pruned_meanwhile(self) -> bool:
-        """Whether first records were deleted since `_look`. If nothing was read before them, reading goes on there."""
-        names = {topic_name(self._run, name): name for name in (*_PRUNED, *_READ_AGAIN) if name in self._tails}
-        moved = False
-        for name, limits in bounds_of(self._kafka, names).items():
-            follows = self._tails[name].follows
-            for partition, (begin, _end) in limits.items():
-                known = self._begins[name].get(partition, begin)
-                moved = moved or begin > known
-                if follows.get(partition, known) == known:
-                    follows[partition] = begin
-        return moved
-
-    def _look(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """Return the bounds of each topic's partitions, and forget records deleted since the last call.
-
-        Raises Outdated.
-        """
-        names = {topic_name(self._run, name): name for name in self._tails}
-        ids = topic_admin.topic_ids(self._kafka, [*names])
-        bounds = bounds_of(self._kafka, names)
-        if self._ids:
-            self._go_on({names[topic]: number for topic, number in ids.items()}, bounds)
-        self._ids = {names[topic]: number for topic, number in ids.items()}
-        self._begins = {name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()}
+    def _look(self) -> Mapping[str, Bounds]:
+        """Return the bounds of each topic's partitions. Raises ViewOutdated unless the topics hold what was read."""
+        names = {tail.topic: name for name, tail in self._tails.items()}
+        ids, bounds = topic_admin.topic_ids(self._kafka, [*names]), bounds_of(self._kafka, names)
+        for name, tail in self._tails.items():
+            if tail.topic_id:
+                tail.check_topic(tail.topic, ids[tail.topic], _ANEW)
+            tail.topic_id = ids[tail.topic]
+            tail.starts(tail.topic, bounds[name], _ANEW)
+        self._check_begins(bounds if self._begins else {})
+        self._begins = {name: _begins(limits) for name, limits in bounds.items()}
         return bounds
 
-    def _go_on(self, ids: Mapping[str, str], bounds: Mapping[str, Mapping[int, tuple[int, int]]]) -> None:
-        """Check that the topics still hold what was read, except for pruned records, and forget the pruned records."""
-        for name, tail in self._tails.items():
-            topic = topic_name(self._run, name)
-            if ids[name] != self._ids[name]:
-                raise Outdated(f"topic {topic} was created anew")
-            if bounds[name].keys() != self._begins[name].keys():
-                raise Outdated(f"topic {topic} has another number of partitions")
-            for partition, (begin, end) in bounds[name].items():
-                follows = tail.follows[partition]
-                if end < follows:
-                    raise Outdated(f"{topic}[{partition}] was read up to {follows} but ends at offset {end}")
-                if begin > follows:
-                    raise Outdated(f"{topic}[{partition}] begins at offset {begin} but was read up to {follows}")
-        self._forget({name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()})
-
-    def _forget(self, begins: LogBounds) -> None:
-        """Forget the records that were deleted from the topics, which now begin at these offsets."""
-        deleted = [name for name in begins if begins[name] != self._begins[name]]
-        if "calls" in deleted:
-            self._calls = CallRecords(self._kafka, self._run)
-        if {"unlabelled", "trajectories"} & set(deleted) or ("rollouts" in deleted and self._labeling.labels):
-            self._labeling = LabelingRecords(self._kafka, self._run)
-        for name in (name for name in deleted if name not in _READ_AGAIN):
-            if name not in _PRUNED or not self._tails[name].forget_before(begins[name]):
-                raise Outdated(f"records of topic {topic_name(self._run, name)} that the ledger counts were deleted")
-            if name == "journal":
-                self._journals.begin_anew(TopicTail(self._kafka, self._run, "journal"))
-                self._batches.expect_anew()
-            elif name == "batches":
-                self._batches.forget_before(begins[name])
-            elif name == "batch-index":
-                self._index.forget_before(begins[name][0], self._batches.table)
+    def _check_begins(self, bounds: Mapping[str, Bounds]) -> None:
+        for name, limits in bounds.items():
+            if _begins(limits) != self._begins[name]:
+                raise ViewOutdated(f"records of {name} were deleted, or partitions were added; {_ANEW}")
 
     def _cut(self, partitions: int) -> dict[int, int]:
         cut = committed_cut(self._kafka, self._run, self._groups[0], partitions)
         for partition, last in cut.items():
-            if last < self._journals.tail.follows.get(partition, 0) - 1:
-                raise Outdated(f"the group's position in partition {partition} went back")
+            if last < self._journals.tail.position.get(partition, 0) - 1:
+                raise ViewOutdated(f"the group's position in partition {partition} went back")
         return cut
 
     def _check_rollouts(self, begins: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> int:
         """Compare rollouts with the journals; return the number of rollouts in flight."""
         kafka, topic, journals = self._kafka, topic_name(self._run, "rollouts"), self._journals.of
-        topic_id = self._ids["rollouts"]
+        topic_id = self._rollouts.tail.topic_id
         self._rollouts.read(journals, topic_id)
         bounds = topic_admin.bounds(kafka, topic)
         return self._rollouts.judge(journals, begins, bounds, topic_id, hidden, result)
@@ -311,16 +264,16 @@ class ControlRecords:
             note_retired(self.retired, message, skipped)
 
 
-class Outdated(RollstreamError):
-    """A saved ledger cannot be continued, because it does not match the topics or this release."""
+def _begins(bounds: Bounds) -> dict[int, int]:
+    return {partition: begin for partition, (begin, _end) in bounds.items()}
 
 
-def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:
+def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, Bounds]:
     """Return the first offset of each partition and the offset after its last, by the name given for each topic."""
     client = clients.admin(kafka)
     places = [(topic, p) for topic in names for p in range(topic_admin.partitions_of(kafka, topic, client))]
     begins, ends = (topic_admin.offsets(kafka, places, which) for which in ("earliest", "latest"))
-    bounds: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in names.values()}
+    bounds: dict[str, Bounds] = {name: {} for name in names.values()}
     for topic, partition in places:
         place = topic, partition
         bounds[names[topic]][partition] = begins[place].offset, ends[place].offset

@@ -8,8 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail
+from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, HiddenRecords, TopicTail
 from rollstream.pipeline.audit.offset_table import OffsetRuns
 from rollstream.pipeline.audit.partition_journal import ROLLOUT, SEEN, PartitionJournal, code_of, codes
 from rollstream.topics.config import KafkaConfig
@@ -69,7 +68,7 @@ class RolloutRecords:
         for number, journal in journals.items():
             # Compare only within the same topic, because a topic that was created again counts epochs from 0.
             if journal.topic_id == topic_id:
-                self._epochs[number].compare(journal, self.tail.follows.get(number, 0))
+                self._epochs[number].compare(journal, self.tail.position.get(number, 0))
 
     def judge(
         self,

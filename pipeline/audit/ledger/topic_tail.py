@@ -1,10 +1,16 @@
-"""Reads the new records of a topic, each once, and waits until the records of a committed transaction are visible."""
+"""Reads the new records of a topic, each once, and waits until the records of a committed transaction are visible.
+
+A record hidden by an open transaction is beyond the last stable offset. It is undecided, not lost: the transaction of a
+killed process ends after its timeout.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TypeVar
 
+from rollstream.consumers.log_view import LogView
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.open_transactions import Undecided, undecided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -30,13 +36,12 @@ def read_until_complete(read: Callable[[], M]) -> M:
     return missing
 
 
-class TopicTail:
+class TopicTail(LogView):
     """Reader of one topic of a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str, name: str) -> None:
-        self._kafka, self.topic = kafka, topic_name(run, name)
-        self.follows: dict[int, int] = {}
-        """By partition, the offset after the last record read."""
+        super().__init__(topic_name(run, name))
+        self._kafka = kafka
         self.skipped = SkippedRecords("ledger", logged=False)
         """Records that could not be read."""
 
@@ -46,19 +51,43 @@ class TopicTail:
         Records after the offset that `upto` has for a partition are yielded again by later calls.
         """
         last = upto or {}
-        for message in read_to_end(self._kafka, self.topic, start=dict(self.follows)):
-            if message.offset < self.follows.get(message.partition, 0):
+        for message in read_to_end(self._kafka, self.topic, start=dict(self.position)):
+            if message.offset < self.position.get(message.partition, 0):
                 continue
             if message.offset <= last.get(message.partition, message.offset):
-                self.follows[message.partition] = message.offset + 1
+                self.position[message.partition] = message.offset + 1
             yield message
 
-    def forget_before(self, begins: Mapping[int, int]) -> bool:
-        """Forget skipped records that were deleted; return False if there are too many skipped records to tell."""
-        kept = [skipped for skipped in self.skipped.first if skipped.offset >= begins.get(skipped.partition, 0)]
-        whole = self.skipped.total == len(self.skipped.first)
-        if len(kept) < self.skipped.total and whole:
-            self.skipped = SkippedRecords("ledger", logged=False)
-            for skipped in kept:
-                self.skipped.note(skipped)
-        return whole
+
+class HiddenRecords:
+    """The hidden ends of a run's topics, each read on first use."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self._kafka, self._run = kafka, run
+        self._parts: dict[str, dict[int, Undecided]] = {}
+        self._messages: dict[str, list[KafkaRecord]] = {}
+
+    def parts(self, name: str) -> dict[int, Undecided]:
+        """Return the range of hidden offsets of each partition of a topic that has hidden records."""
+        if name not in self._parts:
+            self._parts[name] = undecided(self._kafka, topic_name(self._run, name))
+        return self._parts[name]
+
+    def messages(self, name: str) -> list[KafkaRecord]:
+        """Return the hidden records of a topic, whether they will be committed or aborted."""
+        if name not in self._messages:
+            parts = self.parts(name)
+            tails = read_to_end(
+                self._kafka,
+                topic_name(self._run, name),
+                partitions=parts,
+                start={partition: part.start for partition, part in parts.items()},
+                isolation="read_uncommitted",
+            )
+            self._messages[name] = list(tails) if parts else []
+        return self._messages[name]
+
+    def places(self, name: str) -> str:
+        """Return a text that names the hidden ranges of a topic."""
+        parts = sorted(self.parts(name).items())
+        return ", ".join(f"{name}[{number}] from offset {part.start} to {part.end}" for number, part in parts)

@@ -12,8 +12,7 @@ from rollstream.consumers.buffers.trajectories.filler import filler_positions
 from rollstream.consumers.labeling.positions import refused_of, source_of
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import REDRIVEN
-from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, HiddenRecords, TopicTail, read_until_complete
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError
@@ -137,11 +136,6 @@ class LabelingRecords:
         """By partition of `trajectories`, the offsets of its records."""
 
     @property
-    def tails(self) -> tuple[TopicTail, ...]:
-        """The readers of the topics."""
-        return self.tail, self.trajectories, self.letters, self.rollouts
-
-    @property
     def labels(self) -> bool:
         """Whether rollouts may have been labeled, because `unlabelled` has or had records."""
         return any(part.begin or len(part.table.runs().starts) for part in self._partitions.values())
@@ -159,7 +153,7 @@ class LabelingRecords:
         for message in self.tail.messages():
             parts[message.partition].table.set_bits_at(message.offset, RECORD)
         if not self.labels:
-            self.rollouts.follows = dict(rollouts_end)
+            self.rollouts.position = dict(rollouts_end)
 
         def read() -> list[str]:
             self._read_labels()
