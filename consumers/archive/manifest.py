@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rollstream.consumers.files.stores import Store
-from rollstream.topics.errors import Fenced, StateRefused
+from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
 
 FORMAT = 1
 LOG = "log"
@@ -159,6 +159,15 @@ def newest(store: Store, run: str) -> ArchiveManifest | None:
             return ArchiveManifest.from_json(store.read(names[-1])).check()
         except FileNotFoundError:  # The newest manifest was deleted after it was listed.
             continue
+
+
+def existing(store: Store, run: str) -> ArchiveManifest:
+    """Return the current manifest of a run. Raises ConfigurationError if the store has no archive of the run."""
+    manifest = newest(store, run)
+    if manifest is None:
+        held = ", ".join(runs_of(store)) or "none"
+        raise ConfigurationError(f"{store.url} holds no archive of run {run}; runs there: {held}")
+    return manifest
 
 
 def runs_of(store: Store) -> list[str]:

@@ -5,8 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from rollstream.consumers.trackers.earlier_runs import put_aside
-from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep
+from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, put_aside
 
 TAIL_BYTES = 1 << 16
 """Number of bytes read at once from the end of a file, to find its last step."""

@@ -3,13 +3,16 @@
 The content of a step depends only on the log, so a tracker can be filled later, or again, with the same content.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
-from rollstream.consumers.trackers.run_logs import RunLog
+from rollstream.consumers.log_source import LogSource
 from rollstream.consumers.trackers.tracker import RolloutTrace, TrackedStep
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, Metrics, Rollout, TrainingBatch, Turn
@@ -84,11 +87,13 @@ def _span(rollout: Rollout, number: int, turn: Turn) -> dict[str, Any]:
 R = TypeVar("R")
 
 
-class StepFeed:
+class StepFeed(Closing):
     """Reads the steps of one learner; each call of `steps` continues where the previous one ended."""
 
-    def __init__(self, log: RunLog, run: str, learner: str, traces: int) -> None:
-        self._log, self._run, self._learner, self._most = log, run, learner, traces
+    def __init__(self, log_of: Callable[[str], LogSource], run: str, learner: str, traces: int) -> None:
+        """`log_of` opens the log of a run: of this one, and of the run whose batches the learner reads."""
+        self._log_of, self._run, self._learner, self._most = log_of, run, learner, traces
+        self._logs: dict[str, LogSource] = {}
         self._steps_position = 0
         self._metrics_position = 0
         self._components: dict[str, float] = {}
@@ -102,7 +107,7 @@ class StepFeed:
 
     def newest_step(self) -> int:
         """Read the topic `steps` to its end; return the newest step that `steps()` has not yielded yet, or -1."""
-        for message in self._log.messages(self._run, "steps", self._steps_position):
+        for message in self._log(self._run).messages("steps", 0, self._steps_position):
             self._steps_position = message.offset + 1
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:
@@ -119,7 +124,7 @@ class StepFeed:
             return
         unwritten, self._unwritten = self._unwritten, {}
         # Read after the topic `steps`, so that all metrics appended before the newest step are on the log.
-        messages = self._log.messages(self._run, "metrics", self._metrics_position)
+        messages = self._log(self._run).messages("metrics", 0, self._metrics_position)
         message = next(messages, None)
         for number in sorted(unwritten):
             appended_ms, step = unwritten[number]
@@ -166,20 +171,35 @@ class StepFeed:
 
     def _batch(self, run: str, index_offset: int) -> TrainingBatch | None:
         """The batch at an offset of the index."""
-        entry = self._decoded(BatchIndexEntry, self._log.record(run, "batch-index", 0, index_offset))
+        entry = self._decoded(BatchIndexEntry, self._record(run, "batch-index", 0, index_offset))
         if entry is None:
             return None
-        return self._decoded(TrainingBatch, self._log.record(run, "batches", entry.partition, entry.offset))
+        return self._decoded(TrainingBatch, self._record(run, "batches", entry.partition, entry.offset))
 
     def _rollout(self, run: str, batch: TrainingBatch, row: int) -> BatchedRollout | None:
         if row >= len(batch):
             return None
         partition, offset = batch.partition, int(batch.source_offsets[row])
-        message = self._log.record(run, "rollouts", partition, offset)
+        message = self._record(run, "rollouts", partition, offset)
         rollout = self._decoded(Rollout, message)
         if rollout is None or message is None:
             return None
         return BatchedRollout(rollout, batch, row, f"{partition}:{offset}", message.timestamp_ms)
+
+    def _log(self, run: str) -> LogSource:
+        if run not in self._logs:
+            self._logs[run] = self._log_of(run)
+        return self._logs[run]
+
+    def _record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+        with suppress(TopicError, ConfigurationError):  # The record was pruned, or its topic is gone.
+            return self._log(run).record(topic, partition, offset)
+        return None
+
+    def close(self) -> None:
+        """Close the logs."""
+        for log in self._logs.values():
+            log.close()
 
     def _decoded(self, cls: type[R], message: KafkaRecord | None) -> R | None:
         return None if message is None else self.skipped.decode(cls, message)

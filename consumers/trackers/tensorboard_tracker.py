@@ -5,8 +5,7 @@ import time
 from typing import Any
 
 from rollstream.consumers.files.atomic_files import read_json, write_json
-from rollstream.consumers.trackers.earlier_runs import note_new_beginning
-from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, tracker_package
+from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, note_new_beginning, tracker_package
 
 
 class TensorBoardTracker:

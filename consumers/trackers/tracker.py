@@ -4,6 +4,8 @@ A tracker reports the last step that it has, so filling continues there after an
 """
 
 import importlib
+import itertools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Protocol
 
 from rollstream.consumers.trackers.config import TrackerConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
 from rollstream.topics.user_code import load_object
 
 TRACKERS = {
@@ -93,3 +96,22 @@ def tracker_package(name: str) -> ModuleType:
         raise ConfigurationError(
             f"tracker.to needs {name}, which is not installed: pip install 'rollstream[sinks]'"
         ) from error
+
+
+logger = logging.getLogger(__name__)
+
+
+def put_aside(path: Path, last: int, newest_step: int) -> None:
+    """Rename a file whose last step is later than the newest step of the run."""
+    earlier = list(path.parent.glob(f"{path.name}.*"))
+    # Some of the earlier files may have been deleted, and renaming would replace a file.
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(len(earlier) + 1))
+    path.rename(next(name for name in names if not name.exists()))
+    note_new_beginning(path, last, newest_step)
+
+
+def note_new_beginning(path: Path, last: int, newest_step: int) -> None:
+    """Log that a tracker begins anew."""
+    event(
+        logger, "tracker_begun_anew", level=logging.WARNING, path=str(path), held_step=last, recorded_step=newest_step
+    )

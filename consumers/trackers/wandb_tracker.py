@@ -5,8 +5,7 @@ import os
 from typing import Any
 
 from rollstream.consumers.files.atomic_files import read_json, write_json
-from rollstream.consumers.trackers.earlier_runs import put_aside
-from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, tracker_package
+from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep, put_aside, tracker_package
 from rollstream.topics.errors import ConfigurationError
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
+from rollstream.consumers.log_source import PLACES, LogSource, TopicSource
 from rollstream.pipeline.audit.configuration_history import ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
 from rollstream.pipeline.command_line.progress_bar import progress
@@ -17,7 +18,6 @@ from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.places import history_of, uid_key
 from rollstream.pipeline.index.writer import IndexWriter, index_file
-from rollstream.pipeline.run.log_source import PLACES, LogSource, TopicSource
 from rollstream.topics.errors import RecordError, StateRefused, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords

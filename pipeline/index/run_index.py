@@ -26,7 +26,7 @@ from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.writer import IndexWriter, index_file
-from rollstream.pipeline.run.log_source import ArchiveSource, LogSource, TopicSource
+from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 

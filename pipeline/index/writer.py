@@ -21,7 +21,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.ingest import Ingest, decoded
 from rollstream.pipeline.index.places import PlaceTables
-from rollstream.pipeline.run.log_source import PLACES, ROLLOUTS, LogSource
+from rollstream.consumers.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.mark_writer import drain
-from rollstream.pipeline.audit.committed_tasks import committed_tasks
+from rollstream.pipeline.audit.topic_reading import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, counts
 from rollstream.pipeline.run.component_metrics import GONE_S, ComponentMetrics, NewestMetrics

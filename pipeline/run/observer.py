@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
+from rollstream.consumers.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.flat_environments import FlatEnvironments
 from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
-from rollstream.pipeline.run.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
 from rollstream.topics.config import KafkaConfig

@@ -21,7 +21,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler, wait_se
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.plain_values import tell
-from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, DeadlineExceeded
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,11 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
     """Archive new records, repeatedly with --follow until interrupted; or compact or check the archive."""
     store = open_store(place_of(config, args.archive))
     if args.check:
-        current = check_files(store, current_manifest(store, config.run))
+        current = check_files(store, manifests.existing(store, config.run))
         print_summary(store, current, args.json, checked=len(current.files))
         return 0
     if args.compact:
-        current_manifest(store, config.run)
+        manifests.existing(store, config.run)
         writer = ArchiveWriter(store, config.run)
         fewer = writer.compact()
         writer.close()
@@ -92,15 +92,6 @@ def follow(config: RunConfig, store: Store, args: argparse.Namespace) -> NoRetur
                 raise
             event(logger, "not_archived", level=logging.WARNING, error=str(error), again_in_s=args.every)
             time.sleep(args.every)
-
-
-def current_manifest(store: Store, run: str) -> ArchiveManifest:
-    """Return the newest manifest of a run. Raises ConfigurationError if the store has no archive of the run."""
-    current = manifests.newest(store, run)
-    if current is None:
-        held = ", ".join(manifests.runs_of(store)) or "none"
-        raise ConfigurationError(f"{store.url} holds no archive of run {run}; runs there: {held}")
-    return current
 
 
 def summary(store: Store, current: ArchiveManifest, **more: int) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools.archive import current_manifest
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
     """Fill the topics of a new run from an archive."""
     store = open_store(args.archive)
-    current = current_manifest(store, config.run)
+    current = manifests.existing(store, config.run)
     began = time.monotonic()
     with progress("records") as show:
         records = restore(config.kafka, config.topics, store, current, args.into, show, incomplete=args.incomplete)

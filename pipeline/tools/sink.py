@@ -3,13 +3,15 @@
 import argparse
 import json
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from rollstream.consumers.files.stores import open_store
-from rollstream.consumers.trackers.run_logs import ArchiveLog, BrokerLog, RunLog
+from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler, wait_seconds
@@ -68,10 +70,11 @@ def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
         stop_on_signals(stop)
         if args.archive is None:
             wait_for_broker(config.kafka)
-    log: RunLog = BrokerLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
+    log_of: Callable[[str], LogSource] = partial(TopicSource, config.kafka)
+    if args.archive is not None:
+        log_of = partial(ArchiveSource, open_store(args.archive))
     learner = args.learner or config.learner.name
-    with closing(log):
-        feed = StepFeed(log, config.run, learner, config.tracker.traces)
+    with StepFeed(log_of, config.run, learner, config.tracker.traces) as feed:
         if args.follow:
             announce_ready()
             newest_step = _first_step(feed, stop, args.every)

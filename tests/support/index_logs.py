@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from rollstream.consumers.log_source import ROLLOUTS, LogSource, Positions
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun
 from rollstream.pipeline.index.writer import IndexWriter
-from rollstream.pipeline.run.log_source import ROLLOUTS, LogSource, Positions
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import (

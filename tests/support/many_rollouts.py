@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollstream import BatchReader, StepWriter
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.run.log_source import ROLLOUTS
+from rollstream.consumers.log_source import ROLLOUTS
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
 from tests.support.index_logs import GROUP, MadeRun

@@ -9,7 +9,7 @@ from typing import TypeVar
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.writer import records as archived_records
 from rollstream.consumers.files.stores import Store
-from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
@@ -29,10 +29,7 @@ class ArchiveCut:
         Raises ConfigurationError if the archive does not hold the run, and StateRefused if the archive begins later
         than the run or ends before `ends`.
         """
-        manifest = manifests.newest(store, run)
-        if manifest is None:
-            held = ", ".join(manifests.runs_of(store)) or "none"
-            raise ConfigurationError(f"{store.url} holds no archive of run {run}; runs there: {held}")
+        manifest = manifests.existing(store, run)
         self.run = run
         self._store, self._manifest = store, manifest
         for name in TOPICS:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.log_source import OBSERVED, ArchiveSource
+from rollstream.consumers.log_source import OBSERVED, ArchiveSource
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST

@@ -1,16 +1,17 @@
 """Steps for trackers are a function of the log: the same figures and traces whenever it is read."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rollstream.consumers.files.stores import open_store
-from rollstream.consumers.trackers.run_logs import ArchiveLog
+from rollstream.consumers.log_source import ArchiveSource
 from rollstream.consumers.trackers.step_feed import StepFeed
 from tests.support.archived_run import LEARNER, ROWS, archive_run, rollout_of, step_of
 
 
 def feed_of(root: Path, traces: int = 3) -> StepFeed:
-    return StepFeed(ArchiveLog(open_store(str(root))), "main", LEARNER, traces)
+    return StepFeed(partial(ArchiveSource, open_store(str(root))), "main", LEARNER, traces)
 
 
 def test_a_step_carries_its_own_figures_and_the_newest_ones_of_other_components(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.run_index import RunIndex
-from rollstream.pipeline.run.log_source import POLL_BYTES, ArchiveSource
+from rollstream.consumers.log_source import POLL_BYTES, ArchiveSource
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.index_logs import RUN, Chunk, MadeRun
 

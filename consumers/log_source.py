@@ -1,5 +1,7 @@
 """Sources of a run's log: its topics, or its archive. Both return records by topic, from given positions on.
 
+Indexes, observers and trackers read a run through them.
+
 An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts. Steps
 follow once the batch index has been read to its end, because an observer keeps a limited number of uses of batches that
 it does not know yet.
@@ -12,12 +14,12 @@ from itertools import chain
 from typing import Any, Protocol
 
 from rollstream.consumers.archive import manifest as manifests
-from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
+from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
 from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
@@ -201,25 +203,19 @@ class ArchiveSource:
         self.run = run
         self._store, self._names = store, names
         self._lock = threading.Lock()
-        self._manifest = self._newest()
+        self._manifest = manifests.existing(store, run)
+        self._records: dict[str, tuple[str, dict[int, KafkaRecord]]] = {}
+        """By topic, the path and the records of the file from which `record` has returned a record last."""
         self._at: dict[Place, int] = {}
         self._reading: dict[Place, tuple[Iterator[ArchivedRecord], int]] = {}
         """Records of each partition that is being read, and the end of the files that they come from."""
-
-    def _newest(self) -> ArchiveManifest:
-        manifest = manifests.newest(self._store, self.run)
-        if manifest is None:
-            raise ConfigurationError(
-                f"{self._store.url} has no archive of run {self.run}; runs there: {manifests.runs_of(self._store)}"
-            )
-        return manifest
 
     def identity(self) -> dict[str, str]:
         topics = {f"topic {name}": topic.topic_id for name, topic in self._manifest.topics.items()}
         return {"run": self.run, "source": self.kind, "url": self._store.url, **topics}
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
-        self._manifest = self._newest()
+        self._manifest = manifests.existing(self._store, self.run)
         bounds = {
             (name, partition): (topic.begin[partition], end)
             for name, topic in self._manifest.topics.items()
@@ -268,19 +264,24 @@ class ArchiveSource:
                     record = self._record(name, partition, offset)
                     if record is not None:
                         return record
-                self._manifest = self._newest()  # Another process may have indexed a file that was added later.
+                # Another process may have indexed a file that was added later.
+                self._manifest = manifests.existing(self._store, self.run)
         raise TopicError(f"the archive of run {self.run} has no {name} {partition}:{offset}")
 
     def _record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
         for file in self._manifest.files_of(LOG):
             if (file.topic, file.partition) == (name, partition) and file.first <= offset <= file.last:
-                data = checked(self._store, file.path, file.sha256)
-                answer = (e for e in archived_records(data, name, partition) if e.offset == offset)
-                return next((entry.message(self.run) for entry in answer), None)
+                path, records = self._records.get(name, ("", {}))
+                if path != file.path:
+                    data = checked(self._store, file.path, file.sha256)
+                    records = {e.offset: e.message(self.run) for e in archived_records(data, name, partition)}
+                    self._records[name] = file.path, records
+                return records.get(offset)
         return None
 
     def messages(self, name: str, partition: int, start: int) -> Iterator[KafkaRecord]:
-        for entry in records_of_archive(self._store, self._manifest, name, partition, start=start):
+        manifest = manifests.existing(self._store, self.run)
+        for entry in records_of_archive(self._store, manifest, name, partition, start=start):
             yield entry.message(self.run)
 
     def ends(self) -> Positions:
