@@ -1,4 +1,4 @@
-"""Runs blocking calls, such as reads of topics and of files, on threads outside the event loop.
+"""Threads outside the event loop: for blocking calls, such as reads of topics and of files, and to follow a run.
 
 The threads are daemons, so that a server that stops does not wait for a broker.
 """
@@ -11,6 +11,32 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _Task = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class FollowingThread:
+    """A thread that follows a run until it is closed, and calls back into the event loop."""
+
+    def __init__(self, name: str, follow: Callable[[], None]) -> None:
+        self._stop = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=follow, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which calls back into the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; the thread ends after its current read."""
+        self._stop.set()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function on the event loop."""
+        assert self._loop is not None, "the thread was started"
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop is closed
+            self._stop.set()
 
 
 class Background:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -10,6 +9,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import filling_process
 from rollstream.pipeline.index.filling_process import Filled
 from rollstream.pipeline.index.run_index import IndexProgress, RunIndex
+from rollstream.pipeline.ui.server.background import FollowingThread
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 
@@ -20,28 +20,21 @@ AGAIN_S = 5.0
 _ENDING_S = 0.5
 
 
-class IndexFilling:
+class IndexFilling(FollowingThread):
     """The index of one run, the process that fills it, and the thread that follows this process."""
 
     def __init__(self, config: RunConfig, archive: str, moved: Callable[[], None]) -> None:
         """`moved` is called on the event loop when records were indexed, at most once a second."""
+        super().__init__(f"index {config.run}", self._fill)
         self._config, self._archive, self._moved = config, archive, moved
-        self._stop = threading.Event()
         self._opened = asyncio.Event()
         self._index: RunIndex | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._fill, name=f"index {config.run}", daemon=True)
         self.problem = ""
         self.progress = IndexProgress(0, 0)
 
-    def start(self) -> None:
-        """Start the thread, which calls back into the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
     def close(self) -> None:
         """Stop, and end the process; records that it has not committed are read again by the next process."""
-        self._stop.set()
+        super().close()
         if self._thread.ident is not None:
             self._thread.join(_ENDING_S)
 
@@ -112,10 +105,3 @@ class IndexFilling:
             before.close()
         self._call(self._opened.set)
         return True
-
-    def _call(self, function: Callable[[], object]) -> None:
-        assert self._loop is not None, "the thread was started"
-        try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed
-            self._stop.set()

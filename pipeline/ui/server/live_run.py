@@ -5,19 +5,18 @@ The page shows the history that has been read so far, while the thread reads on.
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from rollstream.consumers.files.stores import open_store
-from rollstream.pipeline.config import RunConfig
 from rollstream.consumers.log_source import OBSERVED, ArchiveSource
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
+from rollstream.pipeline.ui.server.background import FollowingThread
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
@@ -34,16 +33,15 @@ AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 
 
-class LiveRun:
+class LiveRun(FollowingThread):
     """The newest snapshot of a run, and the streams that wait for the next one."""
 
     def __init__(self, config: RunConfig, archive: str = "") -> None:
         """`archive` is the path or URL of an archive of the run, which is then read instead of its topics."""
+        super().__init__(f"run {config.run}", self._follow)
         self.name, self._config, self._archive = config.run, config, archive
-        self._stop = threading.Event()
         self._snapshot: RunSnapshot | None = None
         self._problem = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._first = asyncio.Event()
         self._waiting: set[asyncio.Event] = set()
         self.revision = 0
@@ -52,12 +50,6 @@ class LiveRun:
         """Number of times that its index has changed."""
         self._calls, self._calls_due = 0, 0.0
         """Number of records of sessions and their calls; the topic itself is read only for requests about sessions."""
-        self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read on a thread, which calls back into the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,10 +64,6 @@ class LiveRun:
             "dead_letters": s.dead_lettered,
             "sessions": self._calls,
         }
-
-    def close(self) -> None:
-        """Stop reading; the thread ends after its current read."""
-        self._stop.set()
 
     def add_waiting(self, moved: asyncio.Event) -> None:
         """Set this event whenever the run changes."""
@@ -116,7 +104,7 @@ class LiveRun:
                     return  # Nobody shows this run any more.
                 event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
                 self._problem = str(error)
-                self._publish()
+                self._call(self._tell)
                 self._stop.wait(AGAIN_S)
 
     def _observer(self, log: ArchiveSource | None) -> RunObserver:
@@ -156,7 +144,7 @@ class LiveRun:
             now = essence(self._snapshot)
             if now != shown:
                 shown = now
-                self._publish()
+                self._call(self._tell)
 
     def _count_calls(self) -> None:
         """Let views update when there are new records of sessions, which the index does not contain."""
@@ -170,17 +158,7 @@ class LiveRun:
         calls = sum(end for _begin, end in bounds.values())
         if calls != self._calls:
             self._calls = calls
-            self._call_soon(self.note_indexed)
-
-    def _publish(self) -> None:
-        self._call_soon(self._tell)
-
-    def _call_soon(self, function: Callable[[], None]) -> None:
-        assert self._loop is not None, "the thread was started"
-        try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed
-            self._stop.set()
+            self._call(self.note_indexed)
 
     def note_indexed(self) -> None:
         """Tell the streams that the index has changed."""
