@@ -3,35 +3,59 @@
 At its end, each tool reports the records that it skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from rollstream.consumers.grouping.process.bootstrap import journal_record
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, journal_record
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RecordError
+from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.reader import read_to_end, record_at
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, TrainingBatch
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.validation import batch_problems, entry_problems
+from rollstream.topics.wire.commit_metadata import CommitMetadata
+from rollstream.topics.wire.validation import batch_problems, decode_journal, entry_problems
 
 Index = dict[str, tuple[int, BatchIndexEntry]]
 """Entry of each batch with its offset in the index, in the order in which learners read them."""
+
+
+def valid_entries(
+    messages: Iterable[KafkaRecord], skipped: SkippedRecords
+) -> Iterator[tuple[KafkaRecord, BatchIndexEntry]]:
+    """Yield the entries of an index that can name a batch, each with its message."""
+    for message, entry in skipped.records(BatchIndexEntry, messages):
+        if problems := entry_problems(entry):
+            skipped.skip(message, problems[0])
+        else:
+            yield message, entry
+
+
+def valid_batches(
+    messages: Iterable[KafkaRecord], skipped: SkippedRecords
+) -> Iterator[tuple[KafkaRecord, TrainingBatch]]:
+    """Yield batches whose parts fit together, each with its message."""
+    for message, batch in skipped.records(TrainingBatch, messages):
+        if problems := batch_problems(batch):
+            skipped.skip(message, problems[0])
+        else:
+            yield message, batch
 
 
 def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
     """Read the index entries of a run. If a batch has two entries, the first counts."""
     index: Index = {}
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
-    for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
-        with skipped.passing(message):
-            _refuse(entry_problems(entry))
-            if entry.partition >= partitions:
-                raise RecordError(f"batch {entry.batch_id} is of a partition that the run does not have")
-            if entry.batch_id in index:
-                raise RecordError(f"batch {entry.batch_id} has an entry already, at offset {index[entry.batch_id][0]}")
-            index[entry.batch_id] = (message.offset, entry)
+    for message, entry in valid_entries(read_to_end(kafka, topic_name(run, "batch-index")), skipped):
+        name = entry.batch_id
+        if entry.partition >= partitions:
+            skipped.skip(message, f"batch {name} is of a partition that the run does not have")
+        elif name in index:
+            skipped.skip(message, f"batch {name} has an entry already, at offset {index[name][0]}")
+        else:
+            index[name] = (message.offset, entry)
     return index
 
 
@@ -41,22 +65,15 @@ def read_batches(
     """Yield the batches of a run, or of one partition; `reading` is passed to `read_to_end`."""
     numbers = None if partition is None else [partition]
     messages = read_to_end(kafka, topic_name(run, "batches"), partitions=numbers, **reading)  # type: ignore[arg-type]
-    for message, batch in skipped.records(TrainingBatch, messages):
-        with skipped.passing(message):
-            _refuse(batch_problems(batch))
-            yield batch
+    return (batch for _message, batch in valid_batches(messages, skipped))
 
 
 def batch_at(message: KafkaRecord) -> TrainingBatch:
     """Decode a batch from its record. Raises RecordError if it is invalid."""
     skipped = SkippedRecords(logged=False)
-    batch = skipped.decode(TrainingBatch, message)
-    if batch is None:
-        raise RecordError(str(skipped.first[0]))
-    problems = batch_problems(batch)
-    if problems:
-        raise RecordError(f"{message.topic}[{message.partition}] offset {message.offset}: {problems[0]}")
-    return batch
+    for _message, batch in valid_batches([message], skipped):
+        return batch
+    raise RecordError(str(skipped.first[0]))
 
 
 def read_journal(
@@ -71,6 +88,32 @@ def read_journal(
     return [(offset, record) for offset, record in records if record is not None]
 
 
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise RecordError(problems[0])
+def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
+    """Yield the committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
+    topic = topic_name(run, "rollouts")
+    positions = committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic))
+    lacking = [committed.partition for committed in positions if committed.offset < 0]
+    if len(lacking) == len(positions):
+        raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+    if lacking:
+        raise StateRefused(
+            f"{topic}[{lacking[0]}] has no grouping state; if the partition was added after the run began, `rollstream "
+            "fork` the run, else `rollstream role group recover`"
+        )
+    yield from positions
+
+
+def committed_tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
+    """Yield each partition of `rollouts` with its committed journal record. Raises StateRefused if there is none."""
+    for committed in committed_positions(kafka, run, grouper):
+        yield committed.partition, _journal_at(kafka, run, committed)
+
+
+def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
+    """Fetch the journal record that a committed offset names; one transaction commits the record and the offset."""
+    partition, topic = committed.partition, topic_name(run, "journal")
+    at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
+    message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
+    if message is None:
+        raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
+    return decode_journal(message.value)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from rollstream.pipeline.audit.committed_tasks import committed_tasks
+from rollstream.pipeline.audit.topic_reading import committed_tasks
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import AccessDenied, RollstreamError

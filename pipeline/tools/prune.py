@@ -45,7 +45,7 @@ from rollstream.pipeline.audit.pruning_plan import (
     plan,
 )
 from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
-from rollstream.pipeline.audit.topic_reading import read_journal
+from rollstream.pipeline.audit.topic_reading import read_journal, valid_entries
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
@@ -59,10 +59,9 @@ from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
-from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
+from rollstream.topics.records import JournalRecord, LearnerStep, batch_numbers
 from rollstream.topics.wire.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.wire.commit_metadata import CommitMetadata
-from rollstream.topics.wire.validation import entry_problems
 
 KEEP_BATCHES = 1000
 """Default number of batches that stay verifiable."""
@@ -335,22 +334,17 @@ def _task(
 
 
 def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[PrunableBatch, ...]:
-    batches = []
-    for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
-        problems = entry_problems(entry)
-        if problems:
-            skipped.skip(message, problems[0])
-            continue
-        batches.append(
-            PrunableBatch(
-                partition=entry.partition,
-                number=batch_numbers(entry.batch_id)[1],
-                offset=entry.offset,
-                index_offset=message.offset,
-                time_ms=message.timestamp_ms,
-            )
+    messages = read_to_end(kafka, topic_name(run, "batch-index"))
+    return tuple(
+        PrunableBatch(
+            partition=entry.partition,
+            number=batch_numbers(entry.batch_id)[1],
+            offset=entry.offset,
+            index_offset=message.offset,
+            time_ms=message.timestamp_ms,
         )
-    return tuple(batches)
+        for message, entry in valid_entries(messages, skipped)
+    )
 
 
 def _learners(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[dict[str, int], dict[str, LastStep]]:

@@ -9,8 +9,8 @@ from confluent_kafka.admin import NewPartitions
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.infra.broker.ports import free_port
-from rollstream.pipeline.audit.committed_tasks import committed_positions
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.topic_reading import committed_positions
 from rollstream.pipeline.config import load
 from rollstream.pipeline.doctor.cluster import check_topics
 from rollstream.producers.config import CapacityConfig

@@ -7,6 +7,7 @@ drops are compared with the recorded ones. No broker is contacted.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,10 @@ from rollstream.pipeline.audit.ledger.learners import LearnerUses, check_uses
 from rollstream.pipeline.audit.merkle_tree import MerkleTree
 from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.refold import ends_snapshot, fold_again, skips_in
-from rollstream.pipeline.audit.topic_reading import Index
-from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.pipeline.audit.topic_reading import Index, valid_batches, valid_entries
+from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import (
-    BatchIndexEntry,
     JournalRecord,
     LearnerStep,
     PolicyManifest,
@@ -52,7 +52,6 @@ from rollstream.topics.records.fates import BATCHED
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import decode_as
 from rollstream.topics.wire.rl_examples import batch_digest
-from rollstream.topics.wire.validation import batch_problems, entry_problems
 
 _MOST_NAMED = 20
 _NO_BATCH = -1
@@ -176,9 +175,8 @@ class _Reading:
 
     def _read_index(self) -> None:
         problem = self._result.problem
-        for message, entry in self._cut.records("batch-index", BatchIndexEntry):
+        for message, entry in valid_entries(self._cut.messages("batch-index", 0), self._cut.skipped):
             with self._cut.skipped.passing(message):
-                _refuse(entry_problems(entry))
                 if not self._is_before_cut(entry.partition, entry.batch_id):
                     continue
                 self._entries.add(message.offset, entry)
@@ -193,9 +191,9 @@ class _Reading:
 
     def _read_batches(self) -> None:
         problem, seen = self._result.problem, set[str]()
-        for message, batch in self._cut.records("batches", TrainingBatch):
+        messages = chain.from_iterable(self._cut.messages("batches", number) for number in self._partitions)
+        for message, batch in valid_batches(messages, self._cut.skipped):
             with self._cut.skipped.passing(message):
-                _refuse(batch_problems(batch))
                 if not self._is_before_cut(batch.partition, batch.batch_id):
                     continue
                 name = batch.batch_id
@@ -372,8 +370,3 @@ def _is_within(record: JournalRecord, end: int) -> bool:
     return record.position <= end and all(
         ((pair >= 0) & (pair <= end)).all() and (pair.sum(1) <= end).all() for pair in pairs
     )
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise RecordError(problems[0])
