@@ -1,7 +1,5 @@
 """Queries about the groups of an index: lists, the spread of rewards, and the advantages under every estimator."""
 
-import base64
-import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,9 @@ from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, mean
 from rollstream.pipeline.index import fates
-from rollstream.pipeline.index.rollout_query import COUNTED, LARGEST, MOST, name_id
+from rollstream.pipeline.index.details import id_at
+from rollstream.pipeline.index.indexed_run import RolloutPlace
+from rollstream.pipeline.index.rollout_query import COUNTED, MOST, cursor_at, name_id, read_cursor
 from rollstream.topics.errors import ConfigurationError
 
 _ORDERS: Mapping[str, str] = {"newest": "first", "spread": "std"}
@@ -60,7 +60,7 @@ def page(
     last = rows[limit - 1] if len(rows) > limit else None
     return {
         "rows": [_row(db, row) for row in rows[:limit]],
-        "next": None if last is None else _cursor(order, last[6], last[13]),
+        "next": None if last is None else cursor_at(order, last[6 if order == "spread" else 13], last[13]),
         "matching": min(matching, COUNTED),
         "matching_exact": matching <= COUNTED,
     }
@@ -92,22 +92,10 @@ def _beyond(order: str, after: str | None) -> tuple[list[str], list[Any]]:
     """Return the condition for groups after a cursor."""
     if not after:
         return [], []
-    try:
-        padded = after.encode() + b"=" * (-len(after) % 4)
-        of_order, std, first = json.loads(base64.urlsafe_b64decode(padded))
-        known = of_order == order and type(first) is int and (order == "newest" or isinstance(std, int | float))
-        known = known and abs(first) <= LARGEST and (order == "newest" or abs(std) <= LARGEST)
-    except (ValueError, TypeError, RecursionError):
-        known = False
-    if not known:
-        raise ConfigurationError(f"cursor {after[:40]!r} does not belong to this list; begin again without it")
+    value, first = read_cursor(order, after)
     if order == "newest":
         return ["g.first < ?"], [first]
-    return ["(g.std < ? or (g.std = ? and g.first < ?))"], [std, std, first]
-
-
-def _cursor(order: str, std: float | None, first: int) -> str:
-    return base64.urlsafe_b64encode(json.dumps([order, std, first]).encode()).decode().rstrip("=")
+    return ["(g.std < ? or (g.std = ? and g.first < ?))"], [value, value, first]
 
 
 # ---------------------------------------------------------------------- spread
@@ -166,11 +154,13 @@ class _Member(NamedTuple):
     sampled: int
 
 
-def estimators(db: sqlite3.Connection, row_id: int) -> dict[str, Any]:
-    """Return the advantages of a rollout's group under every estimator.
+def estimators(db: sqlite3.Connection, place: RolloutPlace) -> dict[str, Any]:
+    """Return the advantages of a rollout's group under every estimator. Raises TopicError if the index has no such
+    rollout.
 
     Estimators with a second stage over a batch use the rollout's batch, or its group if it is in no batch.
     """
+    row_id = id_at(db, place)
     uid = db.execute("select uid from rollout_names where id = ?", (row_id,)).fetchone()[0]
     group, batch = db.execute("select grp, batch from rollouts where id = ?", (row_id,)).fetchone()
     if group is None:

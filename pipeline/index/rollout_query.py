@@ -117,7 +117,7 @@ def page(
     more = len(ids) > limit
     return {
         "rows": rows,
-        "next": _cursor(db, order, column, ids[limit - 1]) if more else None,
+        "next": cursor_at(order, _value(db, column, ids[limit - 1]), ids[limit - 1]) if more else None,
         "matching": matching,
         "matching_exact": exact,
     }
@@ -130,6 +130,32 @@ def _order_of(order: str) -> tuple[str, str]:
 
 
 # ---------------------------------------------------------------------- conditions
+
+
+def facets(db: sqlite3.Connection) -> dict[str, Any]:
+    """Return environments, workers and versions, and the numbers of rollouts by fate and by reason."""
+    kinds: dict[str, list[str]] = {"environment": [], "worker": []}
+    for kind, name in db.execute("select kind, name from names where kind in ('environment', 'worker') order by name"):
+        kinds[kind].append(name)
+    low = db.execute("select min(version) from rollouts where version is not null").fetchone()[0]
+    high = db.execute("select max(version) from rollouts").fetchone()[0]
+    by_fate: dict[str, int] = {}
+    by_reason: dict[str, int] = {}
+    counted = db.execute(
+        "select fate, (select name from names where id = reason), count(*) from rollouts group by fate, reason"
+    )
+    for fate, reason, count in counted:
+        name = fates.NAMES[fate]
+        by_fate[name] = by_fate.get(name, 0) + count
+        if reason:
+            by_reason[reason] = by_reason.get(reason, 0) + count
+    return {
+        "environments": kinds["environment"],
+        "workers": kinds["worker"],
+        "versions": {"lowest": low, "highest": high},
+        "fates": by_fate,
+        "reasons": by_reason,
+    }
 
 
 def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:
@@ -282,23 +308,29 @@ def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[in
     return min(count, COUNTED), count <= COUNTED
 
 
+def _value(db: sqlite3.Connection, column: str, row_id: int) -> float:
+    value: float = db.execute(f"select {column} from rollouts where id = ?", (row_id,)).fetchone()[0]
+    return value
+
+
 def _after(column: str, direction: str, order: str, after: str | None) -> list[_Condition]:
     """Return the condition for rows after a cursor."""
     if not after:
         return []
-    value, row_id = _read_cursor(order, after)
+    value, row_id = read_cursor(order, after)
     sign = "<" if direction == "desc" else ">"
     if column == "id":
         return [_Condition(f"id {sign} ?", (row_id,))]
     return [_Condition(f"({column}, id) {sign} (?, ?)", (value, row_id))]
 
 
-def _cursor(db: sqlite3.Connection, order: str, column: str, row_id: int) -> str:
-    value = db.execute(f"select {column} from rollouts where id = ?", (row_id,)).fetchone()[0]
+def cursor_at(order: str, value: float, row_id: int) -> str:
+    """Return the cursor after a row of a list; `value` is what the list is ordered by, and then by ids."""
     return base64.urlsafe_b64encode(json.dumps([order, value, row_id]).encode()).decode().rstrip("=")
 
 
-def _read_cursor(order: str, cursor: str) -> tuple[float, int]:
+def read_cursor(order: str, cursor: str) -> tuple[float, int]:
+    """Return value and id of a cursor. Raises ConfigurationError if it does not belong to a list of this order."""
     try:
         padded = cursor.encode() + b"=" * (-len(cursor) % 4)
         of_order, value, row_id = json.loads(base64.urlsafe_b64decode(padded))

@@ -1,32 +1,20 @@
-"""RunIndex: answers the queries of the page of a run from its index. It needs no server.
+"""RunIndex: the index of a run, for the queries of `rollstream.pipeline.index`. It needs no server.
 
 One thread of one process fills the index, while any number of threads and processes query it.
 """
 
 import sqlite3
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.consumers.files.stores import open_store
+from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
-from rollstream.pipeline.index import (
-    evaluations,
-    facets,
-    group_query,
-    history,
-    rollout_query,
-    schema,
-    series,
-    sqlite_files,
-)
-from rollstream.pipeline.index.group_query import GroupFilter
+from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
-from rollstream.pipeline.index.rollout_query import RolloutFilter
-from rollstream.pipeline.index.writer import IndexWriter, index_file
-from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
+from rollstream.pipeline.index.writer import IndexWriter, index_file, positions_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 
@@ -104,81 +92,28 @@ class RunIndex(Closing):
         return self._writer.poll(wait_s)
 
     def catch_up(self) -> None:
-        """Index every record that is on the log now."""
+        """Return once every record that is on the log now is indexed, by this process or by the one that fills it.
+
+        Raises DeadlineExceeded if nothing is indexed for a minute.
+        """
         self._writer.catch_up()
 
     def progress(self) -> IndexProgress:
         """Return how far the source has been read."""
         bounds = self._source.bounds()
-        answer = self._db().execute("select topic, partition, position from positions where layer = ?", (schema.ROWS,))
-        at = {(topic, partition): position for topic, partition, position in answer}
+        at = positions_of(self.db, schema.ROWS)
         total = sum(end - low for low, end in bounds.values())
         left = sum(max(0, end - max(low, at.get(place, low))) for place, (low, end) in bounds.items())
         return IndexProgress(total, total - left)
 
-    # ------------------------------------------------------------------ queries, with the keys of the HTTP contract
+    # ------------------------------------------------------------------ queries
 
-    def rollouts(
-        self,
-        wanted: RolloutFilter | None = None,
-        *,
-        order: str = "newest",
-        after: str | None = None,
-        limit: int = 100,
-        skip: int = 0,
-    ) -> dict[str, Any]:
-        """Return one page of rollouts: rows, next, matching, matching_exact."""
-        return rollout_query.page(self._db(), wanted or RolloutFilter(), order, after, limit, skip)
+    def details(self, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
+        """Return all details of one rollout. Raises TopicError if the index or the log has no rollout at this place."""
+        return rollout_details.details(self.db, IndexedRun(self.db, self._source), place, tokens_from)
 
-    def facets(self) -> dict[str, Any]:
-        """Return values by which rollouts can be filtered, with counts of fates and reasons."""
-        return facets.facets(self._db())
-
-    def details(self, partition: int, offset: int, *, tokens_from: int = 0) -> dict[str, Any]:
-        """Return all details of one rollout."""
-        place = RolloutPlace(partition, offset)
-        return rollout_details.details(self._db(), IndexedRun(self._db(), self._source), place, tokens_from)
-
-    def estimators(self, partition: int, offset: int) -> dict[str, Any]:
-        """Return the advantages of a rollout's group under every estimator."""
-        db = self._db()
-        return group_query.estimators(db, rollout_details.id_at(db, RolloutPlace(partition, offset)))
-
-    def groups(
-        self, wanted: GroupFilter | None = None, *, order: str = "newest", after: str | None = None, limit: int = 100
-    ) -> dict[str, Any]:
-        """Return one page of groups: rows, next, matching, matching_exact."""
-        return group_query.page(self._db(), wanted or GroupFilter(), order, after, limit)
-
-    def spread(self, bins: int = 20) -> dict[str, Any]:
-        """Return the spread of rewards within groups: by version, as a histogram, by environment."""
-        return group_query.spread(self._db(), bins)
-
-    def drops(self, buckets: int = 120) -> dict[str, Any]:
-        """Return the numbers of dropped rollouts by reason over time."""
-        return history.drops(self._db(), buckets)
-
-    def weights(self) -> dict[str, Any]:
-        """Return the policy versions, and the version that each serving component uses."""
-        return history.weights(self._db())
-
-    def learners(self) -> list[str]:
-        """Return the learners with steps on record; the learner with the most steps comes first."""
-        return series.learners(self._db())
-
-    def series(
-        self, learner: str | None = None, names: Sequence[str] = (), points: int = series.POINTS
-    ) -> dict[str, Any]:
-        """Return series of figures by step: learner, learners, series."""
-        return series.series(self._db(), learner, names, points)
-
-    def evaluations(self, learner: str | None = None, versions: int = evaluations.VERSIONS) -> dict[str, Any]:
-        """Return the evaluations of the newest `versions` evaluated versions: rows, versions."""
-        return evaluations.evaluations(self._db(), learner, versions)
-
-    # ------------------------------------------------------------------ connections
-
-    def _db(self) -> sqlite3.Connection:
+    @property
+    def db(self) -> sqlite3.Connection:
         """Return this thread's connection for queries, a new one if the file was created anew.
 
         Raises ConfigurationError if another process fills the file from other topics.
@@ -210,6 +145,3 @@ class RunIndex(Closing):
             "an earlier run, and another process fills it; give this server a directory of its own with "
             "--set data_dir=DIRECTORY"
         )
-
-
-__all__ = ["GroupFilter", "IndexProgress", "RolloutFilter", "RunIndex", "index_file"]

@@ -12,16 +12,16 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.consumers.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.ingest import Ingest, decoded
 from rollstream.pipeline.index.places import PlaceTables
-from rollstream.consumers.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
@@ -182,26 +182,35 @@ class IndexWriter(Closing):
         self._open()
 
     def catch_up(self, show: ProgressCallback = lambda _done, _total: None) -> None:
-        """Write every record that is on the log now. Raises DeadlineExceeded if the source returns nothing for long."""
-        wanted = {place: end for place, (_low, end) in self._source.bounds().items()}
-        done, deadline = 0, time.monotonic() + PATIENCE_S
+        """Return once every record that is on the log now is written, by this process or by the one that writes rows.
+
+        Raises DeadlineExceeded if nothing is written for long.
+        """
+        ends = {place: end for place, (_low, end) in self._source.bounds().items()}
         self.begin()
-        total = sum(max(end - self._at.get(place, 0), 0) for place, end in wanted.items())
-        while self._behind(wanted):
-            if count := self.poll(0.1):
-                done, deadline = done + count, time.monotonic() + PATIENCE_S
-                show(done, total)
-            # On a busy machine, the call that reads the last record may return after the deadline, so check again.
-            elif time.monotonic() > deadline and (behind := self._behind(wanted)):
+        left, deadline = self._left(ends), time.monotonic() + PATIENCE_S
+        total = sum(left.values())
+        while left:
+            self.poll(0.1)
+            before, left = left, self._left(ends)
+            if left != before:
+                deadline = time.monotonic() + PATIENCE_S
+                show(total - sum(left.values()), total)
+            elif time.monotonic() > deadline:
+                topic, partition = next(iter(left))
                 raise DeadlineExceeded(
-                    f"{behind[0]}[{behind[1]}] was not read to its end in {PATIENCE_S:g} s; if another process fills "
-                    f"{self._path} from other topics, give a directory of its own with --set data_dir=DIRECTORY"
+                    f"{topic}[{partition}] was not read to its end in {PATIENCE_S:g} s; if another process, such as "
+                    f"`rollstream ui`, fills {self._path}, stop it, or give a directory of its own with "
+                    "--set data_dir=DIRECTORY"
                 )
 
-    def _behind(self, wanted: Mapping[Place, int]) -> Place | None:
-        """Return a partition that is not read and written up to its end; None if there is none."""
-        late = (place for place, end in wanted.items() if self._at.get(place, 0) < end)
-        return next(late, self._waiting[0].own if self._waiting else None)
+    def _left(self, ends: Mapping[Place, int]) -> dict[Place, int]:
+        """Return the number of offsets that are not written yet, for each partition that has such offsets."""
+        at = self._at
+        if self._ingest is None and self._path.exists():
+            with closing(sqlite_files.reader(self._path)) as db:
+                at = positions_of(db, self._layer)
+        return {place: end - at.get(place, 0) for place, end in ends.items() if at.get(place, 0) < end}
 
     def _restart(self) -> None:
         """Begin to read at the positions stored in the index."""
@@ -210,18 +219,13 @@ class IndexWriter(Closing):
         self._places.forget()
         self._waiting.clear()
         self._waiting_bytes = 0
-        positions, bounds = self._positions(self._layer), self._source.bounds()
+        positions, bounds = positions_of(self._ingest.db, self._layer), self._source.bounds()
         if self._owns and any(at > bounds.get(place, (0, at))[1] for place, at in positions.items()):
             self._recreate()  # A partition was truncated.
             return
         self._partitions = sum(name == ROLLOUTS for name, _partition in bounds)
         self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in bounds.items()}
         self._source.begin(self._at)
-
-    def _positions(self, layer: str) -> dict[Place, int]:
-        assert self._ingest is not None
-        answer = self._ingest.db.execute("select topic, partition, position from positions where layer = ?", (layer,))
-        return {(topic, partition): at for topic, partition, at in answer}
 
     def _poll(self, wait_s: float) -> int:
         rollouts, others = self._read(wait_s)
@@ -314,7 +318,7 @@ class IndexWriter(Closing):
         db = self._ingest.db
         db.execute("begin immediate")
         try:
-            self._placed = self._positions(schema.PLACES)
+            self._placed = positions_of(db, schema.PLACES)
             yield self._ingest
             layers = {schema.PLACES: self._placed, self._layer: self._at}
             db.executemany(
@@ -329,6 +333,12 @@ class IndexWriter(Closing):
             db.execute("rollback")
             self._restart()
             raise
+
+
+def positions_of(db: sqlite3.Connection, layer: str) -> dict[Place, int]:
+    """Return the offset of the next record of each partition that a layer of an index has read."""
+    answer = db.execute("select topic, partition, position from positions where layer = ?", (layer,))
+    return {(topic, partition): at for topic, partition, at in answer}
 
 
 def _waiting(message: KafkaRecord, record: object) -> _Waiting:

@@ -5,7 +5,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ import msgspec
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import sqlite_files
-from rollstream.pipeline.index.run_index import RunIndex, index_file
+from rollstream.pipeline.index import rollout_query
+from rollstream.pipeline.index.evaluations import VERSIONS
+from rollstream.pipeline.index.evaluations import evaluations as evaluations_of
+from rollstream.pipeline.index.indexed_run import RolloutPlace
+from rollstream.pipeline.index.run_index import RunIndex
+from rollstream.pipeline.index.series import drops, series, weights
 from rollstream.pipeline.report.line_chart import Curve
 from rollstream.pipeline.run_settings import ChangedSetting, changed_settings
-from rollstream.topics.errors import DeadlineExceeded, TopicError
+from rollstream.topics.errors import TopicError
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.codec import decode_as
 
@@ -28,7 +32,6 @@ _STEPS = 10_000
 _NEWEST_VERSIONS = 12
 _STRETCHES = 40
 _LOOKED_AT = 200
-_PATIENCE_S, _LOOK_S = 60.0, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,36 +84,35 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
     Raises the errors of `RunIndex.open`, and DeadlineExceeded if the index is not filled.
     """
     with RunIndex.open(config, archive) as index:
-        _catch_up(index)
-        figures = index.series(points=_STEPS)
-        facets = index.facets()
-        with closing(sqlite_files.reader(index_file(config, archive))) as db:
-            newest = db.execute("select value from policies order by version desc limit 1").fetchone()
-            manifest = decode_as(PolicyManifest, newest[0]) if newest else None
-            best, worst = (_examples(index, db, order) for order in ("desc", "asc"))
-            first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
-            spread = _spread(db)
-        evaluations = index.evaluations(figures["learner"])
-        drops, versions = index.drops(buckets=1)["totals"], index.weights()["versions"]
+        index.catch_up()
+        db = index.db
+        figures, values = series(db, points=_STEPS), rollout_query.facets(db)
+        newest = db.execute("select value from policies order by version desc limit 1").fetchone()
+        manifest = decode_as(PolicyManifest, newest[0]) if newest else None
+        best, worst = (_examples(index, order) for order in ("desc", "asc"))
+        first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
+        spread = _spread(db)
+        evaluations = evaluations_of(db, figures["learner"], VERSIONS)
+        dropped, versions = drops(db, buckets=1)["totals"], weights(db)["versions"]
     consumer_groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
     book = None if archive else ledger(config.kafka, config.run, *consumer_groups)
     if book is not None:
-        drops = book.dropped
+        dropped = book.dropped
     return RunFacts(
         run=config.run,
         source=archive or "topics",
         written_s=time.time(),
         learner=figures["learner"],
         learners=figures["learners"],
-        environments=facets["environments"],
+        environments=values["environments"],
         configuration=_digest(config.run_dir / "run.toml"),
         settings=changed_settings(config) or (),
         model=_shape(manifest.model) if manifest else {},
         parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
         evaluations=evaluations,
         curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},
-        fates=facets["fates"],
-        drops=drops,
+        fates=values["fates"],
+        drops=dropped,
         ledger=book.as_dict() if book is not None else None,
         groups=sum(groups for _version, groups, _zero in spread),
         zero_variance=sum(zero for _version, _groups, zero in spread),
@@ -123,24 +125,6 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         first_ms=first_ms,
         last_ms=last_ms,
     )
-
-
-def _catch_up(index: RunIndex) -> None:
-    """Wait until all records now on the log are indexed, by this process or by one that serves the page of the run.
-
-    Raises DeadlineExceeded if nothing is indexed for a minute.
-    """
-    total, done, deadline = index.progress().offset_total, -1, time.monotonic() + _PATIENCE_S
-    while (indexed := index.progress().offset_done) < total:
-        if indexed > done:
-            done, deadline = indexed, time.monotonic() + _PATIENCE_S
-        elif time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"the index of run {index.run} stays at {done:,} of {total:,} offsets; stop the `rollstream ui` that "
-                "fills it, or delete the index (index*.sqlite in the run's directory)"
-            )
-        if not index.poll(_LOOK_S):
-            time.sleep(_LOOK_S)
 
 
 def _digest(path: Path) -> str:
@@ -177,9 +161,9 @@ def _spread_curve(spread: Sequence[tuple[int, int, int]]) -> Curve | None:
     return Curve("zero variance", [rows[-1][0] for rows in stretches], shares)
 
 
-def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mapping[str, Any]]:
+def _examples(index: RunIndex, order: str) -> list[Mapping[str, Any]]:
     """Return details of rollouts with the highest or lowest rewards: one of a group; of equal rewards, the newest."""
-    rows = db.execute(
+    rows = index.db.execute(
         "select partition, offset, grp from rollouts where reward is not null"
         f" order by reward {order}, id desc limit {_LOOKED_AT}"
     )
@@ -189,6 +173,6 @@ def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mappi
         if group in seen or len(examples) == EXAMPLES:
             continue
         with suppress(TopicError):  # The record is no longer on the log.
-            examples.append(index.details(partition, offset))
+            examples.append(index.details(RolloutPlace(partition, offset)))
             seen.add(group)
     return examples

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files, records
 from rollstream.consumers.files.stores import LocalStore
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index import group_query, rollout_query, series
+from rollstream.pipeline.index.group_query import GroupFilter
+from rollstream.pipeline.index.indexed_run import RolloutPlace
+from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.ui.server.answers import json_text
 from rollstream.topics.errors import RollstreamError, TopicError
@@ -81,19 +86,18 @@ def indexed(hostile: HostileInput, folder: Path, rollouts: int) -> int:
         index.catch_up()
         progress = index.progress()
         assert progress.offset_done == progress.offset_total
-        first = index.rollouts(limit=1000)
-        for answer in (first, index.facets(), index.groups(), index.spread(), index.drops(), index.weights()):
-            json_text(answer)
+        first = rollout_query.page(index.db, RolloutFilter(), limit=1000)
+        json_text((first, group_query.page(index.db, GroupFilter())))
+        for question in (rollout_query.facets, group_query.spread, series.drops, series.weights):
+            json_text(question(index.db))
         for learner in (None, "default", "nobody"):
-            json_text(index.series(learner))
+            json_text(series.series(index.db, learner))
         for _ in range(_SHOWN):
             offset = hostile.random.randrange(rollouts)
-            for ask in (index.details, index.estimators):
-                try:
-                    json_text(ask(0, offset))
-                    shown += ask == index.details
-                except TopicError:
-                    continue
+            place = RolloutPlace(0, offset)
+            with suppress(TopicError):
+                json_text((index.details(place), group_query.estimators(index.db, place)))
+                shown += 1
     return shown
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.pipeline.index.evaluations import VERSIONS
+from rollstream.pipeline.index import group_query, rollout_query, series
+from rollstream.pipeline.index.evaluations import VERSIONS, evaluations
 from rollstream.pipeline.index.group_query import GroupFilter
-from rollstream.pipeline.index.run_index import RolloutFilter
+from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.run_settings import changed_settings
 from rollstream.pipeline.ui.server import offset_fates, session_list
 from rollstream.pipeline.ui.server import parameters as given
@@ -98,12 +99,12 @@ class Api:
         query = request.query
         learner, names = given.text(query, "learner"), [n for n in query.get("names", "").split(",") if n]
         points = given.within(query, "points", _POINTS, _MOST_POINTS)
-        return answer(await self._run(request).ask(lambda index: index.series(learner, names, points)))
+        return answer(await self._run(request).ask(lambda index: series.series(index.db, learner, names, points)))
 
     async def _evaluations(self, request: web.Request) -> web.Response:
         learner = given.text(request.query, "learner")
         versions = given.within(request.query, "versions", VERSIONS, _MOST_VERSIONS)
-        return answer(await self._run(request).ask(lambda index: index.evaluations(learner, versions)))
+        return answer(await self._run(request).ask(lambda index: evaluations(index.db, learner, versions)))
 
     async def _rollouts(self, request: web.Request) -> web.Response:
         query = request.query
@@ -111,12 +112,10 @@ class Api:
         after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
         run = self._run(request)
         skip = given.within(query, "skip", 0, _MOST_SKIPPED, least=0)
-        return answer(
-            await run.ask(lambda index: index.rollouts(wanted, order=order, after=after, limit=limit, skip=skip))
-        )
+        return answer(await run.ask(lambda index: rollout_query.page(index.db, wanted, order, after, limit, skip)))
 
     async def _facets(self, request: web.Request) -> web.Response:
-        return answer(await self._run(request).ask(lambda index: index.facets()))
+        return answer(await self._run(request).ask(lambda index: rollout_query.facets(index.db)))
 
     async def _details(self, request: web.Request) -> web.Response:
         place = given.place(request.match_info["partition"], request.match_info["offset"])
@@ -125,7 +124,7 @@ class Api:
 
     async def _estimators(self, request: web.Request) -> web.Response:
         place = given.place(request.match_info["partition"], request.match_info["offset"])
-        return answer(await self._run(request).ask(lambda index: index.estimators(*place)))
+        return answer(await self._run(request).ask(lambda index: group_query.estimators(index.db, place)))
 
     async def _groups(self, request: web.Request) -> web.Response:
         query = request.query
@@ -134,18 +133,18 @@ class Api:
         order = given.choice(query, "order", ("newest", "spread"))
         after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
         run = self._run(request)
-        return answer(await run.ask(lambda index: index.groups(wanted, order=order, after=after, limit=limit)))
+        return answer(await run.ask(lambda index: group_query.page(index.db, wanted, order, after, limit)))
 
     async def _spread(self, request: web.Request) -> web.Response:
         bins = given.within(request.query, "bins", _BINS, _MOST_BINS)
-        return answer(await self._run(request).ask(lambda index: index.spread(bins)))
+        return answer(await self._run(request).ask(lambda index: group_query.spread(index.db, bins)))
 
     async def _drops(self, request: web.Request) -> web.Response:
         buckets = given.within(request.query, "buckets", _BUCKETS, _MOST_BUCKETS)
-        return answer(await self._run(request).ask(lambda index: index.drops(buckets)))
+        return answer(await self._run(request).ask(lambda index: series.drops(index.db, buckets)))
 
     async def _weights(self, request: web.Request) -> web.Response:
-        return answer(await self._run(request).ask(lambda index: index.weights()))
+        return answer(await self._run(request).ask(lambda index: series.weights(index.db)))
 
     async def _ledger(self, request: web.Request) -> web.Response:
         return answer(self._run(request, live=True).ledger.answer())

@@ -12,6 +12,7 @@ from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import steering
+from rollstream.pipeline.index import series
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.run_settings import settings_of
@@ -104,7 +105,7 @@ class PageRun:
         """Return the names of the learners on record; none until the index is open."""
         if not self._filling.is_open:
             return []
-        return await self.ask(lambda index: index.learners())
+        return await self.ask(lambda index: series.learners(index.db))
 
     async def session(self, name: str) -> dict[str, Any]:
         """Return one session with its events and calls, which are read again."""
@@ -131,7 +132,7 @@ class PageRun:
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""
-        return await self.ask(lambda index: self._with_texts(index.details(*place, tokens_from=tokens_from)))
+        return await self.ask(lambda index: self._with_texts(index.details(place, tokens_from)))
 
     def _with_texts(self, details: dict[str, Any]) -> dict[str, Any]:
         """Add the text of each token, if this machine has the run's tokenizer."""

@@ -6,9 +6,11 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
-from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.consumers.log_source import POLL_BYTES, ArchiveSource
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index import rollout_query
+from rollstream.pipeline.index.indexed_run import RolloutPlace
+from rollstream.pipeline.index.run_index import RunIndex
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.index_logs import RUN, Chunk, MadeRun
 
@@ -100,10 +102,10 @@ def test_an_archive_that_was_empty_is_indexed_like_any_other(tmp_path: Path) -> 
         early.catch_up()
         append(root, [record for _ in range(3) for record in run.chunk()])
         early.catch_up()
-        fates = early.facets()["fates"]
+        fates = rollout_query.facets(early.db)["fates"]
     with RunIndex.open(RunConfig(run=RUN, data_dir=tmp_path / "late"), str(root)) as late:
         late.catch_up()
-        assert fates == late.facets()["fates"]
+        assert fates == rollout_query.facets(late.db)["fates"]
 
 
 def test_a_rollout_that_another_process_has_indexed_meanwhile_is_shown(tmp_path: Path) -> None:
@@ -113,4 +115,4 @@ def test_a_rollout_that_another_process_has_indexed_meanwhile_is_shown(tmp_path:
         index.catch_up()
         archive_run(root, 2)
         index.catch_up()
-        assert shown.details(0, ROWS)["tokens"]["ids"]
+        assert shown.details(RolloutPlace(0, ROWS))["tokens"]["ids"]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import filling_process
+from rollstream.pipeline.index import filling_process, rollout_query
 from rollstream.pipeline.index.filling_process import Filled
+from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import IndexProgress, RunIndex
 from tests.support.archived_run import archive_run
 
@@ -51,4 +52,4 @@ def test_an_archive_that_grows_is_reported_to_each_server(tmp_path: Path, beside
         while now.offset_done < now.offset_total:
             now = report()
         assert other.progress() == now
-        assert other.rollouts()["matching"] == 16
+        assert rollout_query.page(other.db, RolloutFilter())["matching"] == 16

@@ -24,9 +24,10 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index import facets, group_query, history, rollout_query, series, sqlite_files
+from rollstream.pipeline.index import group_query, rollout_query, series, sqlite_files
 from rollstream.pipeline.index import writer as writer_module
 from rollstream.pipeline.index.group_query import GroupFilter
+from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import IndexWriter
@@ -62,11 +63,11 @@ def content(path: Path) -> dict[str, Any]:
         return {
             "rollouts": listed,
             "found": rollout_query.page(db, RolloutFilter(text="remainder"), limit=1000),
-            "facets": facets.facets(db),
+            "facets": rollout_query.facets(db),
             "groups": group_query.page(db, GroupFilter(), "spread", limit=1000),
             "spread": group_query.spread(db),
-            "drops": history.drops(db),
-            "weights": history.weights(db),
+            "drops": series.drops(db),
+            "weights": series.weights(db),
             "series": series.series(db),
         }
 
@@ -181,16 +182,17 @@ def test_an_index_of_other_topics_is_refused_while_another_process_fills_it(tmp_
         with RunIndex(config, path, there) as first:
             first.catch_up()
             second.begin()
-            for query in (second.rollouts, second.progress, reader.rollouts):
+            for query in (second.progress, reader.progress):
                 with pytest.raises(ConfigurationError, match="another process fills it; give this server a directory"):
                     query()
         second.catch_up()
-        assert second.rollouts()["matching"] == reader.rollouts()["matching"] == 2 * 2 * (3 * 8 + 1)
+        for index in (second, reader):
+            assert rollout_query.page(index.db, RolloutFilter())["matching"] == 2 * 2 * (3 * 8 + 1)
         second.close()
         with RunIndex(config, path, there) as first:
             first.catch_up()
             with pytest.raises(ConfigurationError, match="other topics"):
-                reader.rollouts()
+                reader.progress()
 
 
 @pytest.mark.parametrize("at_start", [True, False])
@@ -306,12 +308,12 @@ def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense
     archive.close()
     with RunIndex.open(RunConfig(run="odd", data_dir=tmp_path / "data"), str(tmp_path / "archive")) as index:
         index.catch_up()
-        assert index.rollouts()["matching"] == len(odd)
-        assert index.weights()["versions"] == []
+        assert rollout_query.page(index.db, RolloutFilter())["matching"] == len(odd)
+        assert series.weights(index.db)["versions"] == []
         for offset, record in enumerate(odd):
-            tokens = index.details(0, offset)["tokens"]
+            tokens = index.details(RolloutPlace(0, offset))["tokens"]
             assert {len(tokens[name]) for name in ("ids", "mask", "logprobs", "versions", "token_rewards")} == {6}
-            assert json_text(index.estimators(0, offset))
+            assert json_text(group_query.estimators(index.db, RolloutPlace(0, offset)))
             assert tokens["ids"] == record.tokens.tolist()
 
 
@@ -402,7 +404,7 @@ def curve(directory: Path, records: Chunk, name: str) -> tuple[list[int], list[f
 
 
 class SlowWriter(IndexWriter):
-    """A writer whose polls return 0, as a slow poll does that only writes waiting records."""
+    """A writer whose polls return 0, as a poll does that only writes waiting records."""
 
     def poll(self, wait_s: float = 0.0) -> int:
         super().poll(wait_s)
@@ -448,9 +450,9 @@ def test_who_still_asks_an_index_that_is_closed_gets_an_answer(tmp_path: Path) -
     with RunIndex.open(config, str(tmp_path / "archive")) as filled, ThreadPoolExecutor(1) as another:
         filled.catch_up()
         index = RunIndex.open(config, str(tmp_path / "archive"), fills=False)
-        assert another.submit(index.rollouts).result()["matching"] == 3
+        assert another.submit(lambda: rollout_query.page(index.db, RolloutFilter())).result()["matching"] == 3
         index.close()
-        assert another.submit(index.rollouts).result()["matching"] == 3
+        assert another.submit(lambda: rollout_query.page(index.db, RolloutFilter())).result()["matching"] == 3
 
 
 @pytest.mark.parametrize("cursor", [["newest", None, 2**70], ["spread", 1e300, 1], ["spread", 0.5, -(2**70)]])

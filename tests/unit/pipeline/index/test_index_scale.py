@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.index import facets, rollout_query, sqlite_files
+from rollstream.pipeline.index import rollout_query, sqlite_files
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.writer import IndexWriter
 from tests.support.index_logs import Chunk, EndlessLog, MadeRun
@@ -52,7 +52,7 @@ def test_times_of_filters_are_reported(count: int, tmp_path: Path, capsys: pytes
             page = rollout_query.page(db, wanted, order)
             lines.append(f"{1000 * (time.thread_time() - began):8.1f} ms  {name}: {page['matching']:,}")
         began = time.thread_time()
-        fates = facets.facets(db)["fates"]
+        fates = rollout_query.facets(db)["fates"]
         assert sum(count for fate, count in fates.items() if fate != "control") == rollouts
         lines.append(f"{1000 * (time.thread_time() - began):8.1f} ms  facets")
     if count > 10_000:
