@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.weights.manifests import ROLLBACK_OF
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import retired_learners
+from rollstream.topics.control.named_records import RETIRED, read_named
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
@@ -21,7 +21,7 @@ from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.logs import event
-from rollstream.topics.records import LearnerStep, PolicyManifest
+from rollstream.topics.records import LearnerStep, PolicyManifest, RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
@@ -94,7 +94,7 @@ class StepLog:
         ends = {topic: topic_admin.bounds(kafka, topic)[0][1] for topic in topics}
         # Checked before fencing, so that a refused learner fences nobody, and again after it, when no other publisher
         # can write any more.
-        self._retired = retired_learners(kafka, run)
+        self._retired = read_named(kafka, run, RETIRED, RetiredLearner)
         self._refuse_a_second(read_publications(kafka, run), take_over)
         self._transactional_id = transactional_id(run, "learner")
         self._turn = OrdinalClaim(kafka, run, f"{run}.learner", "publisher")

@@ -18,6 +18,7 @@ from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP
 from rollstream.producers.flow.mixture_states import environments_played
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control import steering
+from rollstream.topics.control.named_records import write
 from rollstream.topics.control.paused_partitions import REASON_LIMIT
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
@@ -122,7 +123,7 @@ def answer(kafka: KafkaConfig, run: str, request: str, wall_time: float, refused
 
     Raises TopicError, BrokerUnavailable or DeliveryError.
     """
-    steering.write(kafka, run, steering.ANSWER, {request: RequestAnswer(wall_time=wall_time, refused=refused)})
+    write(kafka, run, steering.ANSWER, {request: RequestAnswer(wall_time=wall_time, refused=refused)})
 
 
 def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | None], now: float) -> None:
@@ -130,7 +131,7 @@ def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | Non
         str(role): None if number is None else DesiredProcesses(role=role, processes=number, wall_time=now)
         for role, number in numbers.items()
     }
-    steering.write(kafka, run, steering.PROCESSES, records)
+    write(kafka, run, steering.PROCESSES, records)
 
 
 def put_back(kafka: KafkaConfig, run: str, refused: DesiredProcesses, kept: int | None) -> None:
@@ -192,7 +193,7 @@ def _pause(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"give a reason of 1 to {REASON_LIMIT} characters: the next operator reads it")
     _check_environment(kafka, run, name)
     pause = PausedEnvironment(environment=name, reason=reason, wall_time=time.time())
-    steering.write(kafka, run, steering.PAUSED, {name: pause})
+    write(kafka, run, steering.PAUSED, {name: pause})
 
 
 def _resume(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -202,7 +203,7 @@ def _resume(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     if name not in paused:
         names = ", ".join(sorted(paused)) or "none"
         raise ConfigurationError(f"environment {name} of run {run} is not paused; paused environments: {names}")
-    steering.write(kafka, run, steering.PAUSED, {name: None})
+    write(kafka, run, steering.PAUSED, {name: None})
 
 
 def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -223,7 +224,7 @@ def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
             if weight is None
             else MixtureWeight(environment=str(name), weight=float(weight), wall_time=time.time())
         )
-    steering.write(kafka, run, steering.WEIGHT, records)
+    write(kafka, run, steering.WEIGHT, records)
 
 
 def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -232,7 +233,7 @@ def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 0):
         raise ConfigurationError(f"{at_step!r} is not a step number; write e.g. `rollstream steer stop --at-step 500`")
     request = None if at_step is None else StopRequest(at_step=at_step, wall_time=time.time())
-    steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
+    write(kafka, run, steering.STOP, {steering.AT_STEP: request})
 
 
 def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -243,7 +244,7 @@ def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     if wanted and steering.desired_state(kafka, run).draining:
         return  # Keep the first request, because the answer refers to the request by its time.
     request = DrainRequest(wall_time=time.time()) if wanted else None
-    steering.write(kafka, run, steering.DRAIN, {steering.DONE: None, steering.WANTED: request})
+    write(kafka, run, steering.DRAIN, {steering.DONE: None, steering.WANTED: request})
 
 
 def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -254,7 +255,7 @@ def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> Non
     if not versions:
         raise ConfigurationError(f"run {run} has no policy version yet: start its learner, which publishes version 0")
     request = EvaluationRequest(version=max(versions), wall_time=time.time())
-    steering.write(kafka, run, steering.EVALUATE, {steering.NOW: request})
+    write(kafka, run, steering.EVALUATE, {steering.NOW: request})
     _await_answers(kafka, run, [f"{steering.EVALUATE}:{steering.NOW}"], request.wall_time)
 
 

@@ -24,6 +24,7 @@ from rollstream.pipeline.run.control_run import is_labeling_behind
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control import steering
+from rollstream.topics.control.named_records import write
 from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import topic_admin
@@ -102,7 +103,7 @@ class Drainer(Closing):
 
 
 def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
-    steering.write(kafka, run, steering.DRAIN, {steering.DONE: request})
+    write(kafka, run, steering.DRAIN, {steering.DONE: request})
     event(logger, "drained", run=run)
 
 

@@ -18,7 +18,8 @@ from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.paused_partitions import note_paused
+from rollstream.topics.control.named_records import note_named
+from rollstream.topics.control.paused_partitions import PAUSED
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import DeadlineExceeded, RecordError
 from rollstream.topics.kafka.records import KafkaRecord, Place
@@ -77,7 +78,7 @@ class RunObserver:
         consumer group; with it, records that wait for labels are counted. `log` is read instead of the run's topics.
         `step_patience_s` is the time without a step after which the run may count as stalled."""
         self._kafka, self._step_patience_s = kafka, step_patience_s
-        self._paused: dict[int, PausedPartition] = {}
+        self._paused: dict[str, PausedPartition] = {}
         self._wanted, self._flat = DesiredState(), FlatEnvironments()
         self._foreign = SkippedRecords(logged=False)
         """Invalid records of `control`; the roles that read this topic count them, so `skipped` does not."""
@@ -118,7 +119,7 @@ class RunObserver:
             if name == ROLLOUTS:
                 self._score(message)
             elif name == "control":
-                note_paused(self._paused, message, self._foreign)
+                note_named(self._paused, PAUSED, PausedPartition, message, self._foreign)
                 self._wanted.note(message, self._foreign)
             else:
                 self._count(message)
@@ -169,7 +170,7 @@ class RunObserver:
             snapshot,
             history=history,
             history_left=self.history_left,
-            paused=tuple(sorted(self._paused)),
+            paused=tuple(sorted(each.partition for each in self._paused.values())),
             paused_environments=tuple(sorted(self._wanted.paused)),
             flat_environments=flat,
             wanted=self._wanted.numbers,

@@ -18,7 +18,8 @@ from rollstream.pipeline.command_line.text_tables import utc_time
 from rollstream.pipeline.run.role_process import ORPHAN_GRACE_S
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.steering import SUPERVISOR, SteeringFollower, desired_state, write
+from rollstream.topics.control.named_records import write
+from rollstream.topics.control.steering import SUPERVISOR, SteeringFollower, desired_state
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, Fenced
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Failure

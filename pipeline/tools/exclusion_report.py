@@ -15,16 +15,13 @@ from rollstream.pipeline.index.indexed_run import IndexedRun, fates_in, oldest_s
 from rollstream.pipeline.plain_values import decoded
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.control.named_records import EXCLUDED, write
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch, Rollout, TrainingBatch
 from rollstream.topics.records.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.codec import encode
-from rollstream.topics.wire.keys import encode_key
 
 
 @dataclass
@@ -76,16 +73,9 @@ def tell_learners(
     kafka: KafkaConfig, run: str, batches: Iterable[Mapping[str, Any]], reason: str, generation: int
 ) -> None:
     """Name batches on `control`, so that learners leave them out from now on. Idempotent."""
-    topic = topic_name(run, "control")
-    topic_admin.partitions_of(kafka, topic)  # raises an error that names the remedy if the topic is missing
-    remedy = "not every batch that learners must leave out is on record: run this again"
-    with Sender(clients.producer(kafka), remedy=remedy) as sender:
-        for batch in batches:
-            name = batch["batch_id"]
-            value = encode(
-                ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
-            )
-            sender.send(topic, value, encode_key("excluded", name), partition=0, name=f"the exclusion of batch {name}")
+    about: dict[str, Any] = {"reason": clip(reason, 200), "generation": generation, "wall_time": time.time()}
+    records = {batch["batch_id"]: ExcludedBatch(batch_id=batch["batch_id"], **about) for batch in batches}
+    write(kafka, run, EXCLUDED, records, "not every batch that learners must leave out is on record: run this again")
 
 
 def name_steps(view: IndexedRun, report: ExclusionReport) -> None:

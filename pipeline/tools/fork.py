@@ -26,7 +26,7 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.batch_run import first_record
 from rollstream.pipeline.tools.topics import provision
 from rollstream.producers.flow.mixture_states import MIXTURE, newest_states
-from rollstream.topics.control.named_records import write_fork, write_named
+from rollstream.topics.control.named_records import FORKED, write
 from rollstream.topics.control.steering import desired_state
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients
@@ -200,8 +200,7 @@ def fork(
         ),
     )
     if partitions:
-        for worker, state in newest_states(config.kafka, config.run).items():
-            write_named(config.kafka, into, MIXTURE, worker, state)
+        write(config.kafka, into, MIXTURE, newest_states(config.kafka, config.run))
     return Fork(config=forked, path=plans.write(forked), record=record, position=position)
 
 
@@ -214,10 +213,10 @@ def _next_version(recorded: Mapping[int, LearnerStep], step: int) -> int:
 
 def _hold_batches(forked: RunConfig, record: ForkedLearner) -> None:
     """Put the fork on record, so that `rollstream prune` keeps its batches until its learner has a step on record."""
-    write_fork(forked.kafka, forked.run, record.learner, record)
+    write(forked.kafka, forked.run, FORKED, {record.learner: record})
     begin = first_offset(forked.kafka, record.input_run)
     if begin > record.position:
-        write_fork(forked.kafka, forked.run, record.learner, None)
+        write(forked.kafka, forked.run, FORKED, {record.learner: None})
         raise StateRefused(
             f"the learner would read the index of run {record.input_run} from offset {record.position}, and "
             f"`rollstream prune` has deleted the entries below {begin}; fork from a later step"

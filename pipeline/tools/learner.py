@@ -7,12 +7,12 @@ from rollstream.consumers.step_log import all_steps, read_publications
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import RETIRED, forked_learners, retired_learners, write_named
+from rollstream.topics.control.named_records import FORKED, RETIRED, read_named, write
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.kafka.transactions import fence, transactional_id
-from rollstream.topics.records import RetiredLearner
+from rollstream.topics.records import ForkedLearner, RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 
 
@@ -51,14 +51,14 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
     """
     for name in ("steps", "policies"):
         await_markers(kafka, topic_name(run, name))
-    known = {step.learner for step in all_steps(kafka, run)} | forked_learners(kafka, run).keys()
+    known = {step.learner for step in all_steps(kafka, run)} | read_named(kafka, run, FORKED, ForkedLearner).keys()
     if learner not in known:
         raise ConfigurationError(
             f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"
         )
     last = max(read_publications(kafka, run), default=None)
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
-    write_named(kafka, run, RETIRED, learner, record)
+    write(kafka, run, RETIRED, {learner: record})
     if last is not None and last.learner == learner:
         fence(kafka, transactional_id(run, "learner"))
     return record
@@ -66,6 +66,6 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
 
 def resume(kafka: KafkaConfig, run: str, learner: str) -> None:
     """Let a retired learner train again. Raises ConfigurationError if it is not retired."""
-    if learner not in retired_learners(kafka, run):
+    if learner not in read_named(kafka, run, RETIRED, RetiredLearner):
         raise ConfigurationError(f"learner {learner!r} of run {run} is not retired")
-    write_named(kafka, run, RETIRED, learner, None)
+    write(kafka, run, RETIRED, {learner: None})

@@ -52,14 +52,14 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
 from rollstream.pipeline.plain_values import compact, time_text
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import forked_learners, retired_learners
+from rollstream.topics.control.named_records import FORKED, RETIRED, read_named
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
-from rollstream.topics.records import JournalRecord, LearnerStep, batch_numbers
+from rollstream.topics.records import ForkedLearner, JournalRecord, LearnerStep, RetiredLearner, batch_numbers
 from rollstream.topics.wire.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.wire.commit_metadata import CommitMetadata
 
@@ -360,7 +360,7 @@ def _learners(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[di
         owner = topic.removesuffix(".steps")
         with _readable(owner, run):
             # Forks are read before steps, so that a learner that starts in the meantime is in one of the two.
-            forks = forked_learners(kafka, owner).items()
+            forks = read_named(kafka, owner, FORKED, ForkedLearner).items()
             forked |= {(owner, name): fork.position for name, fork in forks if fork.input_run == run}
             for step in all_steps(kafka, owner, skipped):
                 if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
@@ -369,7 +369,7 @@ def _learners(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[di
                 if step.input_run == run and (before is None or before.step <= step.step):
                     newest[owner, step.learner] = step
     known = newest.keys() | forked.keys()
-    retired = {owner: retired_learners(kafka, owner) for owner, _learner in known}
+    retired = {owner: read_named(kafka, owner, RETIRED, RetiredLearner) for owner, _learner in known}
     gone = {(owner, learner) for owner, learner in known if learner in retired[owner]}
     if known == gone:
         return {"no learner on record" if not gone else "no learner but retired ones": 0}, {}

@@ -32,7 +32,7 @@ from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.run.batch_run import prepare, write_index
 from rollstream.producers.environments.verifier_pool import VerifierPool
-from rollstream.topics.control.named_records import read_named
+from rollstream.topics.control.named_records import EXCLUDED, read_named
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch
@@ -140,7 +140,7 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
         taken = taken_until(steps, config.run, name, report.fork_step)
     if args.into is not None:
         # Learners leave out excluded batches, so the new batches leave out their rollouts.
-        taken = {**taken, **dict.fromkeys(read_named(config.kafka, config.run, "excluded", ExcludedBatch), ())}
+        taken = {**taken, **dict.fromkeys(read_named(config.kafka, config.run, EXCLUDED, ExcludedBatch), ())}
         partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
         prepare(config.kafka, config.run, args.into, replace(config.topics, partitions=partitions))
         entries = _corrected(config, rescoring, scored, args.into, taken).entries

@@ -12,7 +12,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.exclude import put_on_record, settings_of
 from rollstream.pipeline.tools.exclusion_marks import Exclusion, newest, partition_configurations
 from rollstream.pipeline.tools.published_versions import PublishedVersions
-from rollstream.topics.control.named_records import read_named
+from rollstream.topics.control.named_records import EXCLUDED, read_named
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import ExcludedBatch
@@ -52,7 +52,7 @@ def _excluded(config: RunConfig) -> dict[str, Any]:
     configurations = partition_configurations(config.kafka, config.run, config.grouper)
     settings = settings_of(newest(configurations)) if configurations else {}
     excluded = {name.removeprefix("grouping.exclude_"): ", ".join(values) for name, values in settings.items()}
-    batches = list(read_named(config.kafka, config.run, "excluded", ExcludedBatch))
+    batches = list(read_named(config.kafka, config.run, EXCLUDED, ExcludedBatch))
     if batches:
         more = f" and {len(batches) - _MOST_NAMED:,} more" if len(batches) > _MOST_NAMED else ""
         excluded["batches"] = ", ".join(batches[-_MOST_NAMED:]) + more

@@ -15,7 +15,7 @@ from rollstream.producers.flow.flow_control import PartitionProgress, RunProgres
 from rollstream.producers.flow.learner_consumption import LearnerConsumption
 from rollstream.producers.flow.tailer import Tailer
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import note_retired
+from rollstream.topics.control.named_records import RETIRED, note_named
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
@@ -138,7 +138,7 @@ class JournalTailer(Tailer):
                 with self.skipped.passing(message):
                     self._consumption.add_entry(message.offset, entry)
         elif message.topic == self._control:
-            note_retired(self._retired, message, self.skipped)
+            note_named(self._retired, RETIRED, RetiredLearner, message, self.skipped)
         else:
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:

@@ -17,7 +17,7 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.flow.mixture_states import MIXTURE, newest_states
 from rollstream.topics.config import TopicsConfig
-from rollstream.topics.control.named_records import write_named
+from rollstream.topics.control.named_records import write
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import EnvironmentState, LearnerStep, Metrics, MixtureState, TrainingBatch
 from rollstream.topics.wire.codec import encode
@@ -71,7 +71,7 @@ def test_a_drained_run_goes_on_in_a_fork_with_more_partitions(real_run: RealRun)
     run.send(rollout("open", member) for member in range(2))
     eventually(lambda: 1 in steps(run), 300, "a step")
     drawn = MixtureState(worker_id="env-0", environments=(EnvironmentState(environment="env", drawn=11),))
-    write_named(run.kafka, run.name, MIXTURE, "env-0", drawn)
+    write(run.kafka, run.name, MIXTURE, {"env-0": drawn})
 
     said(run, "steer", "stop", "--drain")
     ended = Metrics(component="env-0", timestamp=time.time(), labels={"role": "env"}, values={"running": 0.0})

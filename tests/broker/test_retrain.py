@@ -13,10 +13,10 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.settings import file_layers
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import forked_learners
+from rollstream.topics.control.named_records import FORKED, read_named
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import LearnerStep
+from rollstream.topics.records import ForkedLearner, LearnerStep
 from rollstream.topics.wire.catalogue import CATALOGUE
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun
@@ -202,7 +202,7 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     [layer] = file_layers(source.directory / report["configuration"])
     assert layer.value["learner"]["optimizer"]["learning_rate"] == 0.01
 
-    [fork] = forked_learners(source.kafka, into).values()
+    [fork] = read_named(source.kafka, into, FORKED, ForkedLearner).values()
     assert (fork.source_run, fork.source_learner, fork.step) == (source.name, "default", 6)
     assert (fork.learner, fork.input_run, fork.position) == ("default", source.name, recorded[6].position)
 

@@ -19,7 +19,8 @@ from rollstream.pipeline.audit.verification import index_of
 from rollstream.pipeline.tools.learner import retire
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.flow.journal_tailer import JournalTailer
-from rollstream.topics.control.steering import DONE, DRAIN, WANTED, write
+from rollstream.topics.control.named_records import write
+from rollstream.topics.control.steering import DONE, DRAIN, WANTED
 from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end

@@ -12,6 +12,7 @@ from rollstream.infra.broker.process_identity import ProcessIdentity
 from rollstream.pipeline.run.run_lease import RENEW_S, RunLease
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.control import steering
+from rollstream.topics.control.named_records import write
 from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.kafka.provisioning import apply
@@ -114,7 +115,7 @@ def test_an_overseer_takes_over_only_when_told_to_and_the_other_then_ends(overse
 def test_the_lease_of_a_killed_overseer_ends_by_itself_and_at_once_in_its_own_folder(
     overseer: Overseer, run: RealRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steering.write(run.kafka, run.name, steering.SUPERVISOR, {DEAD.supervisor: DEAD})
+    write(run.kafka, run.name, steering.SUPERVISOR, {DEAD.supervisor: DEAD})
     began = time.monotonic()
     with overseer(TWO):
         assert 40.0 <= time.monotonic() - began < 50.0
@@ -122,7 +123,7 @@ def test_the_lease_of_a_killed_overseer_ends_by_itself_and_at_once_in_its_own_fo
         assert re.search(r"was supervised on gpu-7 by process 100 since 2023-11-14 22:13:20 UTC .* waits 40 s", said)
         [left] = steering.desired_state(run.kafka, run.name).supervisors.values()
         assert (left.pid, left.epoch, left.lease_s) == (200, 5, ADOPTION_S + 10.0)
-    steering.write(run.kafka, run.name, steering.SUPERVISOR, {DEAD.supervisor: DEAD})
+    write(run.kafka, run.name, steering.SUPERVISOR, {DEAD.supervisor: DEAD})
     began = time.monotonic()
     overseer(TWO, ONE).check()
     assert time.monotonic() - began < RENEW_S
@@ -131,10 +132,10 @@ def test_the_lease_of_a_killed_overseer_ends_by_itself_and_at_once_in_its_own_fo
 def test_of_two_overseers_that_start_together_one_stays(overseer: Overseer, run: RealRun) -> None:
     first = overseer(ONE)
     rival = RunSupervisor(**{**vars(DEAD), "epoch": 0, "supervisor": "boot-0:7:100"})
-    steering.write(run.kafka, run.name, steering.SUPERVISOR, {rival.supervisor: rival})
+    write(run.kafka, run.name, steering.SUPERVISOR, {rival.supervisor: rival})
     time.sleep(2 * RENEW_S)
     first.check()
     later = RunSupervisor(**{**vars(DEAD), "epoch": 0, "supervisor": "boot-9:7:100"})
-    steering.write(run.kafka, run.name, steering.SUPERVISOR, {later.supervisor: later})
+    write(run.kafka, run.name, steering.SUPERVISOR, {later.supervisor: later})
     with pytest.raises(Fenced, match="on gpu-7 by process 100"):
         eventually_raises(first)

@@ -1,83 +1,121 @@
-"""Records of `control` about something with a name, such as a learner that was retired or forked into the run.
+"""Records of `control`, each of a kind and about something with a name.
 
 The newest record of a name is valid; a tombstone withdraws it.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from typing import Any, Generic, TypeVar
 
+from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import ForkedLearner, RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import decode_key, encode_key
 
 R = TypeVar("R")
+RETIRED = "retired"
+"""First part of the key of a record that retires a learner; the second is its name."""
+FORKED = "forked"
+"""First part of the key of a record of a forked learner; the second is its name. It is on record before the learner's
+first step is on `steps`, so that `rollstream prune` keeps the batches that it has yet to read."""
+EXCLUDED = "excluded"
+"""First part of the key of a batch that learners leave out; the second is its id."""
+_AT_ONCE = 500
 
 
 def read_named(kafka: KafkaConfig, run: str, kind: str, record_type: type[R]) -> dict[str, R]:
     """Return the records of a kind by name; none if the run has no topic `control`."""
     held: dict[str, R] = {}
     skipped = SkippedRecords(logged=False)
-    try:
+    with suppress(TopicError):
         for message in read_to_end(kafka, topic_name(run, "control")):
             note_named(held, kind, record_type, message, skipped)
-    except TopicError:
-        return {}
     return held
 
 
-def write_named(kafka: KafkaConfig, run: str, kind: str, name: str, record: object | None) -> None:
-    """Write the record of a name, or withdraw it. Raises TopicError if the run has no topic `control`."""
+def write(
+    kafka: KafkaConfig, run: str, kind: str, records: Mapping[str, object | None], remedy: str = "run this again"
+) -> None:
+    """Write records of a kind; each key of `records` is a name, and None withdraws its record.
+
+    `remedy` ends the error if some are not written. Raises TopicError if the run has no topic `control`,
+    BrokerUnavailable or DeliveryError.
+    """
     topic = topic_name(run, "control")
     topic_admin.partitions_of(kafka, topic)
-    with Sender(clients.producer(kafka)) as sender:
-        sender.send(topic, None if record is None else encode(record), encode_key(kind, name), partition=0)
+    with Sender(clients.producer(kafka), remedy=remedy) as sender:
+        for name, record in records.items():
+            value = None if record is None else encode(record)
+            sender.send(topic, value, encode_key(kind, name), partition=0, name=f"the record {kind} of {name}")
+
+
+def named(message: KafkaRecord, kinds: Mapping[str, type], skipped: SkippedRecords) -> tuple[str, str, Any] | None:
+    """Return kind, name and record, None for a tombstone; return None for an invalid record, or one of another kind.
+
+    `kinds` has the type of record of each kind.
+    """
+    with skipped.passing(message):
+        key = decode_key(message.key)
+        if len(key) == 2 and key[0] in kinds:
+            kind, name = map(str, key)
+            record = None if message.value is None else skipped.decode(kinds[kind], message)
+            if record is not None or message.value is None:
+                return kind, name, record
+    return None
 
 
 def note_named(
     held: dict[str, R], kind: str, record_type: type[R], message: KafkaRecord, skipped: SkippedRecords
 ) -> None:
-    """Update `held` from a record of `control` with a key of a kind and a name; other kinds change nothing."""
-    with skipped.passing(message):
-        key = decode_key(message.key)
-        if len(key) != 2 or key[0] != kind:
-            return
-        record = None if message.value is None else skipped.decode(record_type, message)
-        if record is not None:
-            held[str(key[1])] = record
-        elif message.value is None:
-            held.pop(str(key[1]), None)
+    """Update `held` from a record of `control`; other kinds change nothing."""
+    if found := named(message, {kind: record_type}, skipped):
+        put(held, *found[1:])
 
 
-FORKED = "forked"
-"""First part of the key of a record of a forked learner; the second is its name."""
+def put(held: dict[str, R], name: str, record: R | None) -> None:
+    """Note the record of a name; None withdraws it."""
+    if record is None:
+        held.pop(name, None)
+    else:
+        held[name] = record
 
 
-def forked_learners(kafka: KafkaConfig, run: str) -> dict[str, ForkedLearner]:
-    """Return the learners forked into a run by name; none if the run has no topic `control`."""
-    return read_named(kafka, run, FORKED, ForkedLearner)
+class ControlWatch(Closing, Generic[R]):
+    """Follows the records of a kind."""
 
+    def __init__(
+        self, kafka: KafkaConfig, run: str, kind: str, record_type: type[R], reader: str = "", *, required: bool = True
+    ) -> None:
+        """Read the present records. Raises BrokerUnavailable, and TopicError if the run has no topic `control`, unless
+        it is not `required`. With the name of a `reader`, skipped records are logged."""
+        self.records: dict[str, R] = {}
+        """Records in force, by name."""
+        self.skipped = SkippedRecords(reader, logged=bool(reader))
+        self._kind, self._type = kind, record_type
+        self._follower: TopicFollower | None = None
+        # The present records are read first; otherwise a withdrawn one would return for a moment.
+        with nullcontext() if required else suppress(TopicError):
+            self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
 
-def write_fork(kafka: KafkaConfig, run: str, learner: str, record: ForkedLearner | None) -> None:
-    """Put a learner forked into `run` on record, or withdraw its record."""
-    write_named(kafka, run, FORKED, learner, record)
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Process new records; return whether there were any. Raises TopicError or BrokerUnavailable."""
+        messages = self._follower.poll(_AT_ONCE, wait_s) if self._follower else []
+        for message in messages:
+            self._note(message)
+        return bool(messages)
 
+    def close(self) -> None:
+        """Stop following."""
+        if self._follower is not None:
+            self._follower.close()
 
-RETIRED = "retired"
-"""First part of the key of a record that retires a learner; the second is its name."""
-
-
-def retired_learners(kafka: KafkaConfig, run: str) -> dict[str, RetiredLearner]:
-    """Return the retired learners by name; none if the run has no topic `control`."""
-    return read_named(kafka, run, RETIRED, RetiredLearner)
-
-
-def note_retired(retired: dict[str, RetiredLearner], message: KafkaRecord, skipped: SkippedRecords) -> None:
-    """Update `retired` from a record of `control`; other kinds of records change nothing."""
-    note_named(retired, RETIRED, RetiredLearner, message, skipped)
+    def _note(self, message: KafkaRecord) -> None:
+        note_named(self.records, self._kind, self._type, message, self.skipped)

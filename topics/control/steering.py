@@ -14,12 +14,10 @@ from typing import Any
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.named_records import ControlWatch, named, put
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import (
@@ -33,8 +31,6 @@ from rollstream.topics.records import (
     StopRequest,
 )
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.codec import encode
-from rollstream.topics.wire.keys import decode_key, encode_key
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,6 @@ ANSWER = "answer"
 """First part of the key of an answer to a request; the second is the key of the request, joined by a colon."""
 SUPERVISOR = "supervisor"
 """First part of the key of a process that supervises the run; the second is its identity."""
-_AT_ONCE = 500
 
 
 @dataclass
@@ -90,17 +85,9 @@ class DesiredState:
 
     def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
         """Update the state from a record of `control`; other kinds of records change nothing."""
-        with skipped.passing(message):
-            key = decode_key(message.key)
-            if len(key) != 2 or key[0] not in _KINDS:
-                return
-            name, record_type = _KINDS[str(key[0])]
-            held: dict[str, Any] = getattr(self, name)
-            record = None if message.value is None else skipped.decode(record_type, message)
-            if record is not None:
-                held[str(key[1])] = record
-            elif message.value is None:
-                held.pop(str(key[1]), None)
+        if found := named(message, _TYPES, skipped):
+            kind, name, record = found
+            put(getattr(self, _KINDS[kind][0]), name, record)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -151,30 +138,20 @@ _KINDS: Mapping[str, tuple[str, type]] = {
 """Field of the state and type of its records, by the first part of a key."""
 
 
-class SteeringWatch(Closing):
+_TYPES = {kind: record_type for kind, (_name, record_type) in _KINDS.items()}
+
+
+class SteeringWatch(ControlWatch[Any]):
     """Follows the decisions about a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Read the present state. Raises TopicError or BrokerUnavailable."""
         self.state = DesiredState()
         """The decisions in force, as far as they were read."""
-        self._skipped = SkippedRecords(logged=False)
-        # The present records are read first; otherwise a withdrawn decision would apply for a moment.
-        self._follower: TopicFollower = read_then_follow(kafka, topic_name(run, "control"), self._note)
-
-    def poll(self, wait_s: float = 0.0) -> bool:
-        """Process new records; return whether there were any. Raises TopicError or BrokerUnavailable."""
-        messages = self._follower.poll(_AT_ONCE, wait_s)
-        for message in messages:
-            self._note(message)
-        return bool(messages)
-
-    def close(self) -> None:
-        """Stop following."""
-        self._follower.close()
+        super().__init__(kafka, run, "", object)
 
     def _note(self, message: KafkaRecord) -> None:
-        self.state.note(message, self._skipped)
+        self.state.note(message, self.skipped)
 
 
 def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
@@ -183,19 +160,6 @@ def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
     for message in read_to_end(kafka, topic_name(run, "control")):
         state.note(message, skipped)
     return state
-
-
-def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
-    """Record decisions of the kind `what`; each key of `records` is a name, and None withdraws a decision.
-
-    Raises TopicError, BrokerUnavailable or DeliveryError.
-    """
-    topic = topic_name(run, "control")
-    topic_admin.partitions_of(kafka, topic)
-    with Sender(clients.producer(kafka)) as sender:
-        for name, record in records.items():
-            value = None if record is None else encode(record)
-            sender.send(topic, value, encode_key(what, name), partition=0, name="the decision")
 
 
 _POLL_S = 0.5

@@ -23,7 +23,8 @@ from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.paused_partitions import PauseWatch
+from rollstream.topics.control.named_records import ControlWatch
+from rollstream.topics.control.paused_partitions import PAUSED
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
@@ -33,6 +34,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import TopicWatch
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.writer import MetricsWriter
+from rollstream.topics.records import PausedPartition
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.signatures import MarkSigner
 
@@ -134,7 +136,7 @@ class GroupingProcess:
         self._member = self._new_member()
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
         self._punctuator = Punctuator(kafka, run, grouping, MarkSigner(grouper.signing_key), self._skipped)
-        self._pauses = PauseWatch(kafka, run)
+        self._pauses = ControlWatch(kafka, run, PAUSED, PausedPartition, required=False)
         self._figures = GroupingFigures(
             MetricsWriter(kafka, run, self._name, "group"),
             self._group,
@@ -157,7 +159,7 @@ class GroupingProcess:
                 self._pauses.poll()
                 self._topic_watch.poll()
                 self._restorer.check_partitions(self._topic_watch.partitions)
-                self._manager.pause(self._pauses.paused)
+                self._manager.pause({each.partition for each in self._pauses.records.values()})
                 polled = self._poll()
                 if self._manager.restore():
                     self._ready()

@@ -10,38 +10,26 @@ from bisect import bisect_right
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.named_records import EXCLUDED, ControlWatch
 from rollstream.topics.kafka.follower import read_then_follow
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ExcludedBatch, LearnerStep
 from rollstream.topics.wire.catalogue import topic_name
-from rollstream.topics.wire.keys import decode_key
 
 
-class Exclusions(Closing):
+class Exclusions(ControlWatch[ExcludedBatch]):
     """The excluded batches of a run. Raises TopicError if the run has no topic `control`."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        self._reasons: dict[str, str] = {}
-        self.skipped = SkippedRecords("exclusions")
-        self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
+        super().__init__(kafka, run, EXCLUDED, ExcludedBatch, "exclusions")
 
     def reason(self, batch_id: str) -> str:
         """Reason to skip a batch, as far as known; "" if it is not excluded."""
-        while messages := self._follower.poll(100, 0):
-            for message in messages:
-                self._note(message)
-        return self._reasons.get(batch_id, "")
-
-    def close(self) -> None:
-        self._follower.close()
-
-    def _note(self, message: KafkaRecord) -> None:
-        with self.skipped.passing(message):
-            if decode_key(message.key)[:1] == ("excluded",):
-                record = self.skipped.decode(ExcludedBatch, message)
-                if record is not None:
-                    self._reasons[record.batch_id] = f"excluded: {record.reason}"
+        while self.poll():
+            pass
+        record = self.records.get(batch_id)
+        return "" if record is None else f"excluded: {record.reason}"
 
 
 class PublisherSteps(Closing):

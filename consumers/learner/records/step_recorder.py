@@ -26,10 +26,10 @@ from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import forked_learners
+from rollstream.topics.control.named_records import FORKED, read_named
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.records import BatchUse, ForkedLearner, LearnerStep, PolicyManifest
 from rollstream.topics.records.learner import names_of, rows_of
 from rollstream.topics.traces.stages import step_recorded
 
@@ -99,7 +99,7 @@ class StepRecorder(Closing):
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._dtype = published_dtype(config)
         self._code = code_of(config)
-        forked = forked_learners(kafka, run).get(config.name)
+        forked = read_named(kafka, run, FORKED, ForkedLearner).get(config.name)
         first = 0 if forked is None else forked.first_version
         publisher = WeightsPublisher(
             kafka, run, config.name, model, config.weights, channel=channel, first_version=first

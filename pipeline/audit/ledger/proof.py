@@ -29,7 +29,7 @@ from rollstream.pipeline.audit.ledger.topic_tail import HiddenRecords, TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import note_retired
+from rollstream.topics.control.named_records import RETIRED, note_named
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -261,7 +261,7 @@ class ControlRecords:
         """Read new records."""
         skipped = SkippedRecords(logged=False)
         for message in self.tail.messages():
-            note_retired(self.retired, message, skipped)
+            note_named(self.retired, RETIRED, RetiredLearner, message, skipped)
 
 
 def _begins(bounds: Bounds) -> dict[int, int]:

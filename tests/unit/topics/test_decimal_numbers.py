@@ -4,14 +4,15 @@ import pytest
 
 from rollstream.consumers.labeling.positions import SOURCE, source_of
 from rollstream.consumers.weights.rollback import note_of
-from rollstream.topics.control.paused_partitions import note_paused
+from rollstream.topics.control.named_records import note_named
+from rollstream.topics.control.paused_partitions import PAUSED
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.labeling_progress import LabelingProgress
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import batch_numbers
+from rollstream.topics.records import PausedPartition, batch_numbers
 
 LONG = "9" * 5_000
 """A number that `int` refuses with a ValueError."""
@@ -31,7 +32,7 @@ def test_a_reader_of_control_skips_or_ignores_keys_that_no_command_writes() -> N
     paused, state, skipped = {}, DesiredState(), SkippedRecords(logged=False)  # type: ignore[var-annotated]
     for key in (f'["paused","{LONG}"]', '[[],"x"]', '[{"a":1},"x"]'):
         message = KafkaRecord("r.control", 0, 0, key=key.encode())
-        note_paused(paused, message, skipped)
+        note_named(paused, PAUSED, PausedPartition, message, skipped)
         state.note(message, skipped)
 
     assert (paused, state) == ({}, DesiredState())
