@@ -3,7 +3,8 @@
 At its end, each tool reports the records that it skipped.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, journal_record
@@ -20,35 +21,26 @@ from rollstream.topics.wire.validation import batch_problems, decode_journal, en
 
 Index = dict[str, tuple[int, BatchIndexEntry]]
 """Entry of each batch with its offset in the index, in the order in which learners read them."""
+R = TypeVar("R", BatchIndexEntry, TrainingBatch)
+_PROBLEMS: Mapping[type, Callable[[Any], list[str]]] = {BatchIndexEntry: entry_problems, TrainingBatch: batch_problems}
 
 
-def valid_entries(
-    messages: Iterable[KafkaRecord], skipped: SkippedRecords
-) -> Iterator[tuple[KafkaRecord, BatchIndexEntry]]:
-    """Yield the entries of an index that can name a batch, each with its message."""
-    for message, entry in skipped.records(BatchIndexEntry, messages):
-        if problems := entry_problems(entry):
+def valid_records(
+    cls: type[R], messages: Iterable[KafkaRecord], skipped: SkippedRecords
+) -> Iterator[tuple[KafkaRecord, R]]:
+    """Yield batches whose parts fit together, or entries that can name a batch, each with its message."""
+    for message, record in skipped.records(cls, messages):
+        if problems := _PROBLEMS[cls](record):
             skipped.skip(message, problems[0])
         else:
-            yield message, entry
-
-
-def valid_batches(
-    messages: Iterable[KafkaRecord], skipped: SkippedRecords
-) -> Iterator[tuple[KafkaRecord, TrainingBatch]]:
-    """Yield batches whose parts fit together, each with its message."""
-    for message, batch in skipped.records(TrainingBatch, messages):
-        if problems := batch_problems(batch):
-            skipped.skip(message, problems[0])
-        else:
-            yield message, batch
+            yield message, record
 
 
 def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
     """Read the index entries of a run. If a batch has two entries, the first counts."""
     index: Index = {}
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
-    for message, entry in valid_entries(read_to_end(kafka, topic_name(run, "batch-index")), skipped):
+    for message, entry in valid_records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index")), skipped):
         name = entry.batch_id
         if entry.partition >= partitions:
             skipped.skip(message, f"batch {name} is of a partition that the run does not have")
@@ -65,13 +57,13 @@ def read_batches(
     """Yield the batches of a run, or of one partition; `reading` is passed to `read_to_end`."""
     numbers = None if partition is None else [partition]
     messages = read_to_end(kafka, topic_name(run, "batches"), partitions=numbers, **reading)  # type: ignore[arg-type]
-    return (batch for _message, batch in valid_batches(messages, skipped))
+    return (batch for _message, batch in valid_records(TrainingBatch, messages, skipped))
 
 
 def batch_at(message: KafkaRecord) -> TrainingBatch:
     """Decode a batch from its record. Raises RecordError if it is invalid."""
     skipped = SkippedRecords(logged=False)
-    for _message, batch in valid_batches([message], skipped):
+    for _message, batch in valid_records(TrainingBatch, [message], skipped):
         return batch
     raise RecordError(str(skipped.first[0]))
 

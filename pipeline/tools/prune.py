@@ -45,7 +45,7 @@ from rollstream.pipeline.audit.pruning_plan import (
     plan,
 )
 from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
-from rollstream.pipeline.audit.topic_reading import read_journal, valid_entries
+from rollstream.pipeline.audit.topic_reading import read_journal, valid_records
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
@@ -59,7 +59,14 @@ from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
-from rollstream.topics.records import ForkedLearner, JournalRecord, LearnerStep, RetiredLearner, batch_numbers
+from rollstream.topics.records import (
+    BatchIndexEntry,
+    ForkedLearner,
+    JournalRecord,
+    LearnerStep,
+    RetiredLearner,
+    batch_numbers,
+)
 from rollstream.topics.wire.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.wire.commit_metadata import CommitMetadata
 
@@ -343,7 +350,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
             index_offset=message.offset,
             time_ms=message.timestamp_ms,
         )
-        for message, entry in valid_entries(messages, skipped)
+        for message, entry in valid_records(BatchIndexEntry, messages, skipped)
     )
 
 

@@ -37,10 +37,11 @@ from rollstream.pipeline.audit.ledger.learners import LearnerUses, check_uses
 from rollstream.pipeline.audit.merkle_tree import MerkleTree
 from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.refold import ends_snapshot, fold_again, skips_in
-from rollstream.pipeline.audit.topic_reading import Index, valid_batches, valid_entries
+from rollstream.pipeline.audit.topic_reading import Index, valid_records
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import (
+    BatchIndexEntry,
     JournalRecord,
     LearnerStep,
     PolicyManifest,
@@ -175,7 +176,7 @@ class _Reading:
 
     def _read_index(self) -> None:
         problem = self._result.problem
-        for message, entry in valid_entries(self._cut.messages("batch-index", 0), self._cut.skipped):
+        for message, entry in valid_records(BatchIndexEntry, self._cut.messages("batch-index", 0), self._cut.skipped):
             with self._cut.skipped.passing(message):
                 if not self._is_before_cut(entry.partition, entry.batch_id):
                     continue
@@ -192,7 +193,7 @@ class _Reading:
     def _read_batches(self) -> None:
         problem, seen = self._result.problem, set[str]()
         messages = chain.from_iterable(self._cut.messages("batches", number) for number in self._partitions)
-        for message, batch in valid_batches(messages, self._cut.skipped):
+        for message, batch in valid_records(TrainingBatch, messages, self._cut.skipped):
             with self._cut.skipped.passing(message):
                 if not self._is_before_cut(batch.partition, batch.batch_id):
                     continue

@@ -39,7 +39,7 @@ from rollstream.topics.wire.catalogue import PRUNED, topic_name
 
 _NO_ROLLOUTS = (READ, CONTROL)
 """Names of counts other than fates of rollouts."""
-_ANEW = "everything is read again"
+_ANEW = "reading again"
 _READINGS = 4
 """Most readings in a row, each because records were deleted during the one before it."""
 Bounds = dict[int, tuple[int, int]]
