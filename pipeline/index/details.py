@@ -37,8 +37,8 @@ def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, token
         "sampling": _sampling(rollout),
         "extra": dict(rollout.extra),
         "group": rows_of(db, members_of(db, row_id)),
-        "fate": json_safe(fate_node(view, place, fate, batch).as_dict()),
-        "lineage": [json_safe(record_lineage(view, place).as_dict())],
+        "fate": fate_node(view, place, fate, batch).as_dict(),
+        "lineage": [record_lineage(view, place).as_dict()],
     }
 
 
@@ -59,15 +59,6 @@ def members_of(db: sqlite3.Connection, row_id: int) -> list[int]:
         (row_id, _MOST_MEMBERS),
     )
     return [number for (number,) in answer] or [row_id]
-
-
-def json_safe(value: Any) -> Any:
-    """Return a value with None for each number that JSON cannot express."""
-    if isinstance(value, dict):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    return finite(value) if isinstance(value, float) else value
 
 
 def _rollout(view: IndexedRun, place: RolloutPlace) -> Rollout:

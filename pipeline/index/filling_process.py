@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from rollstream.pipeline.audit.process_pool import start_child
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.index.run_index import IndexProgress, RunIndex, index_file
+from rollstream.pipeline.index.run_index import IndexProgress, RunIndex
+from rollstream.pipeline.index.writer import index_file
 from rollstream.topics import logs
 from rollstream.topics.errors import RollstreamError
 

@@ -13,7 +13,7 @@ from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.index.fates import SETTLED
 from rollstream.pipeline.index.indexed_run import Fate, IndexedRun, RolloutPlace, StepUse
 from rollstream.pipeline.plain_values import decoded, time_text
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.records.fates import BATCHED, DROPPED
 from rollstream.topics.records.journal import spans_of, to_ranges
@@ -60,6 +60,14 @@ def parse_place(text: str) -> RolloutPlace:
     if not (partition.isdecimal() and offset.isdecimal()):
         raise ConfigurationError(f"{text!r} is not a place in rollouts; give PARTITION:OFFSET, such as 0:1234")
     return RolloutPlace(int(partition), int(offset))
+
+
+def rollout_places(view: IndexedRun, uid: str) -> list[RolloutPlace]:
+    """Return the places of the rollouts with a uid. Raises TopicError if there is none."""
+    places = view.places_of(uid)
+    if not places:
+        raise TopicError(f"no rollout of run {view.run} has uid {uid!r}; `rollstream cat rollouts` lists them")
+    return places
 
 
 # ---------------------------------------------------------------------- from a record of rollouts

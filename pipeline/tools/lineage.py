@@ -11,6 +11,7 @@ from rollstream.pipeline.index.lineage import (
     parse_place,
     policy_lineage,
     record_lineage,
+    rollout_places,
     step_lineage,
 )
 from rollstream.pipeline.plain_values import compact, tell
@@ -43,12 +44,7 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
 def lineage_trees(view: IndexedRun, args: argparse.Namespace) -> list[LineageNode]:
     """Return the trees of the records that the flags name. Raises TopicError if a record does not exist."""
     if args.rollout is not None:
-        places = view.places_of(args.rollout)
-        if not places:
-            raise TopicError(
-                f"no rollout of run {view.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
-            )
-        return [record_lineage(view, place) for place in places]
+        return [record_lineage(view, place) for place in rollout_places(view, args.rollout)]
     if args.offset is not None:
         return [record_lineage(view, parse_place(args.offset))]
     if args.batch is not None:

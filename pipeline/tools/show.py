@@ -6,6 +6,7 @@ colour.
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
-from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place
+from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place, rollout_places
 from rollstream.pipeline.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.run_settings import settings_of
 from rollstream.topics.errors import ConfigurationError, TopicError
@@ -52,11 +53,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def show(config: RunConfig, args: argparse.Namespace) -> int:
     """Print every rollout with a uid, or the rollout at an offset."""
     with indexed_run(config) as view:
-        places = [parse_place(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
-        if not places:
-            raise TopicError(
-                f"no rollout of run {config.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
-            )
+        name = args.rollout
+        places = [parse_place(name)] if re.fullmatch(r"\d+:\d+", name, re.ASCII) else rollout_places(view, name)
         rollouts = [_details(view, place) for place in places]
         if args.json:
             print(compact([_as_dict(details, args.full) for details in rollouts]))
@@ -73,11 +71,6 @@ def show(config: RunConfig, args: argparse.Namespace) -> int:
             _print(console, details, args.full, _token_texts(config, details.rollout))
         tell(view.skipped)
         return 0
-
-
-def _is_place(text: str) -> bool:
-    partition, colon, offset = text.partition(":")
-    return bool(colon) and partition.isdecimal() and offset.isdecimal()
 
 
 def _details(view: IndexedRun, place: RolloutPlace) -> RolloutDetails:
