@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollstream.pipeline.index import fates, refresh
+from rollstream.pipeline.index import fates
 from rollstream.pipeline.index.fates import IN_FLIGHT, UNREAD
 from rollstream.pipeline.index.rollout_rows import (
     Clock,
@@ -20,7 +20,7 @@ from rollstream.pipeline.index.rollout_rows import (
     row_of,
     values_of,
 )
-from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames
+from rollstream.pipeline.index.rollout_table import NewRow, RolloutTable, RowNames, update_groups, update_uses
 from rollstream.producers.worker.evaluation_figures import prompts_named
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import KafkaRecord
@@ -77,8 +77,8 @@ class Ingest:
         self._table.write()
         touched = self._table.touched
         for name in sorted(self._used):
-            touched |= refresh.uses_of_batch(self.db, name, self._name)
-        refresh.groups(self.db, touched)
+            touched |= update_uses(self.db, name, self._name)
+        update_groups(self.db, touched)
         self.db.executemany(
             "update positions set last_ms = ?, repeated = ?"
             " where layer = 'rows' and topic = 'rollouts' and partition = ?",

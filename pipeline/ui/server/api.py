@@ -12,7 +12,7 @@ from rollstream.pipeline.index.evaluations import VERSIONS, evaluations
 from rollstream.pipeline.index.group_query import GroupFilter
 from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.run_settings import changed_settings
-from rollstream.pipeline.ui.server import offset_fates, session_list
+from rollstream.pipeline.ui.server import ledger_keeper, session_list
 from rollstream.pipeline.ui.server import parameters as given
 from rollstream.pipeline.ui.server.answers import UnusableParameter, answer
 from rollstream.pipeline.ui.server.event_stream import stream
@@ -151,10 +151,10 @@ class Api:
 
     async def _offsets(self, request: web.Request) -> web.Response:
         run, query = self._run(request, live=True), request.query
-        fate, reason = given.choice(query, "fate", offset_fates.FATES), given.text(query, "reason")
+        fate, reason = given.choice(query, "fate", ledger_keeper.FATES), given.text(query, "reason")
         ranges = await run.offsets(fate, reason)
         names = [f"{each.partition}:{each.first}-{each.last}" for each in ranges]
-        shown, following = given.page_of(names, names, query, offset_fates.place_of)
+        shown, following = given.page_of(names, names, query, ledger_keeper.place_of)
         total = sum(each.last - each.first + 1 for each in ranges)
         return answer({"ranges": shown, "next": following, "total": total})
 

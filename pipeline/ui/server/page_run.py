@@ -21,9 +21,8 @@ from rollstream.pipeline.ui import irreversible_actions
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
 from rollstream.pipeline.ui.server.background import Background
 from rollstream.pipeline.ui.server.index_filling import IndexFilling
-from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
+from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper, ranges_of
 from rollstream.pipeline.ui.server.live_run import LiveRun
-from rollstream.pipeline.ui.server.offset_fates import ranges_of
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import topic_admin

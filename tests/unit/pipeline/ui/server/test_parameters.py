@@ -3,7 +3,7 @@
 import pytest
 
 from rollstream.pipeline.ui.server.answers import UnusableParameter
-from rollstream.pipeline.ui.server.offset_fates import place_of
+from rollstream.pipeline.ui.server.ledger_keeper import place_of
 from rollstream.pipeline.ui.server.parameters import page_of
 from rollstream.pipeline.ui.server.session_list import SessionList
 from tests.unit.pipeline.ui.server.test_session_list import interleaved, on_log
