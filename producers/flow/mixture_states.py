@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.control.named_records import named
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, TopicError
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import read_to_end
@@ -23,7 +24,7 @@ from rollstream.topics.logs import event
 from rollstream.topics.records import EnvironmentState, MixtureState
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
-from rollstream.topics.wire.keys import decode_key, encode_key
+from rollstream.topics.wire.keys import encode_key
 
 logger = logging.getLogger(__name__)
 MIXTURE = "mixture"
@@ -104,13 +105,9 @@ def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
 
 def _note(states: dict[str, MixtureState], message: KafkaRecord, skipped: SkippedRecords) -> None:
     """Note the state in a record of `control`; other kinds of records and invalid states change nothing."""
-    with skipped.passing(message):
-        key = decode_key(message.key)
-        if len(key) != 2 or key[0] != MIXTURE or message.value is None:
-            return
-        state = skipped.decode(MixtureState, message)
-        if state is not None and all(map(_is_valid, state.environments)):
-            states[state.worker_id] = state
+    _kind, _name, state = named(message, {MIXTURE: MixtureState}, skipped) or ("", "", None)
+    if state is not None and all(map(_is_valid, state.environments)):
+        states[state.worker_id] = state
 
 
 def _is_valid(state: EnvironmentState) -> bool:
