@@ -255,7 +255,7 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "exclude_environments": (("a",), ("b",)),
     "exclude_workers": (("bad",),),
     "exclude_offsets": (("0:0-9",), ("0:5", "0:20-40"), ("1:3-30",)),
-    "estimator": ("grpo", "opo", "reinforce_pp"),
+    "estimator": ("grpo", "opo", "reinforce_pp", "best"),
     "seed": (1,),
     "quotas": (
         ("a:open_groups=1",),
@@ -367,7 +367,7 @@ def config_table(makers: tuple[str, ...]) -> list[GroupingConfig]:
     return [_config(random, makers, 0, tight) for tight in (0, 1, 2, 3, 4) for _ in range(100)]
 
 
-def logs(makers: tuple[str, ...] = ("fifo", "reservoir"), max_size: int = 60) -> st.SearchStrategy[Log]:
+def logs(makers: tuple[str, ...] = ("fifo", "reservoir", "sft"), max_size: int = 60) -> st.SearchStrategy[Log]:
     """Logs, with commits, snapshots and crashes between their records."""
     then: st.SearchStrategy[Then] = st.sampled_from(["", "", "", "commit", "commit", "snapshot", "crash"])
     step = st.tuples(st.sampled_from(step_table(makers)), then)

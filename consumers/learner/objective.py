@@ -108,9 +108,10 @@ RECIPES: dict[str, LossRecipe] = {
     # The lower bound 1 - clip_low is 0, so it limits no ratio.
     "cispo": LossRecipe(clip_low=1.0, clip_high=5.0),
     "sapo": LossRecipe(reduction="sequence_mean_token_mean"),
+    "ce": LossRecipe(),
 }
 """Recipes by the name of the loss. Their papers, in this order: arXiv:1707.06347,
-2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585, 2511.20347."""
+2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585, 2511.20347; `ce` is supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)

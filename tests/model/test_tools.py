@@ -17,7 +17,9 @@ from rollstream.pipeline.index.lineage import policy_lineage
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import Rollout
 from rollstream.topics.wire.catalogue import topic_name
+from rollstream.topics.wire.codec import decode_as, kind_of
 from tests.support.batches import indexed_batches
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
@@ -366,6 +368,20 @@ def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted)
     again = rollstream(planted, "replay", "--into", into)
     assert again.returncode == 2
     assert "has batches already" in again.stderr
+
+
+def test_a_replay_makes_batches_for_supervised_training_of_the_best_of_each_group(planted: Planted) -> None:
+    into = "planted-sft"
+    answer(planted, "replay", "--set", "grouping.estimator=best", "--set", "grouping.maker=sft", "--into", into)
+    batches = [read.batch for read in indexed_batches(planted.run.kafka, into)]
+    messages = read_to_end(planted.run.kafka, planted.run.topic("rollouts"))
+    readable = [decode_as(Rollout, message.value) for message in messages if kind_of(message.value) == "Rollout"]
+    rewards = {r.uid: (r.reward, (r.environment, r.example_id, r.policy_version, r.group_id)) for r in readable}
+    chosen = [rewards[uid] for batch in batches for uid in batch.uids]
+    assert chosen
+    assert len({group for _reward, group in chosen}) == len(chosen), "one of each group"
+    assert all(reward == max(r for r, g in rewards.values() if g == group) > 0 for reward, group in chosen)
+    assert {value for batch in batches for value in batch.advantages.tolist()} == {1.0}
 
 
 def test_a_replay_leaves_the_policy_versions_of_a_run_that_has_some(planted: Planted) -> None:

@@ -131,6 +131,14 @@ def reward_alone(outcomes: Outcomes) -> list[float]:
     return list(outcomes.rewards)
 
 
+def best(outcomes: Outcomes) -> list[float]:
+    """1 for the first episode of the highest reward, if that is above 0, and 0 for the others: rejection sampling, for
+    supervised training on the best of each group (RAFT, arXiv:2304.06767)."""
+    rewards = outcomes.rewards
+    chosen = rewards.index(max(rewards)) if max(rewards) > 0 else -1
+    return [float(number == chosen) for number in range(len(rewards))]
+
+
 def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
     """(a_i - mean) / sqrt(max(variance, EPSILON)), with weighted mean and variance; a_i if all weights are 0.
 
@@ -154,6 +162,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": Estimator(opo),
     "reinforce_pp": Estimator(dr_grpo, standardized),
     "reinforce_pp_global": Estimator(reward_alone, standardized, keeps_equal_rewards=True),
+    "best": Estimator(best, keeps_equal_rewards=True),
 }
 
 

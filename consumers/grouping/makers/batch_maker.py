@@ -233,3 +233,24 @@ class FifoBatchMaker(BatchMaker):
         waiting = self._waiting.pop(key)
         self._held_bytes -= waiting.size_bytes
         return waiting
+
+
+class SftBatchMaker(FifoBatchMaker):
+    """Leaves out rollouts whose advantage is zero: with the estimator `best`, all but the best of each group."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._discarded: list[tuple[Source, str]] = []
+
+    def add_rollout(self, example: RLExample, group: SealedGroup | None = None) -> None:
+        if example.advantage.any():
+            super().add_rollout(example, group)
+        else:
+            self._discarded.append((example.source, "zero_advantage"))
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"maker": "sft", "batch_size": len(batch)}
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        discarded, self._discarded = self._discarded, []
+        return discarded

@@ -78,6 +78,12 @@ def softly_gated(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     return TokenLoss(-gate * tokens.advantages, nowhere, nowhere, nowhere)
 
 
+def cross_entropy(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-log p of every trained token, whatever its advantage: supervised training."""
+    nowhere = jnp.zeros_like(tokens.mask, bool)
+    return TokenLoss(-tokens.log_probs, nowhere, nowhere, nowhere)
+
+
 SURROGATES: dict[str, Surrogate] = {
     "ppo_clip": clipped,
     "grpo": clipped,
@@ -87,6 +93,7 @@ SURROGATES: dict[str, Surrogate] = {
     "gspo": sequence_clipped,
     "cispo": clipped_weight,
     "sapo": softly_gated,
+    "ce": cross_entropy,
 }
 """Surrogates by the names of objective.RECIPES."""
 

@@ -83,6 +83,19 @@ def test_a_maker_has_the_partition_the_seed_and_the_number_of_the_next_batch() -
     assert [batch.number for batch in d.batches] == [0, 1]
 
 
+def test_sft_batches_have_the_best_of_each_group_and_the_rest_is_dropped_by_name() -> None:
+    d = GroupingTestDriver(GroupingConfig(maker="sft", estimator="best", batch_rollouts=3))
+    rewards = {"mixed": (0.0, 1.0, 1.0), "right": (0.5, 0.5, 0.5), "wrong": (0.0, 0.0, 0.0), "late": (1.0, 0.0, 3.0)}
+    for example, group in rewards.items():
+        for member, reward in enumerate(group):
+            d.pipe(example_rollout(f"{example}{member}", reward, example_id=example, group_size=3))
+    [batch] = d.batches
+    assert batch.uids == ("mixed1", "right0", "late2")
+    assert set(batch.advantages.tolist()) == {1.0}
+    assert set(reasons(d).values()) == {"zero_advantage"}
+    assert len(reasons(d)) == 9
+
+
 class Wrong(FifoBatchMaker):
     """Base of makers that do one thing wrong."""
 

@@ -69,6 +69,10 @@ def rloo(_ratio: float, _constant: float, advantage: float, logprob: float) -> f
     return -advantage * logprob
 
 
+def cross_entropy(_ratio: float, _constant: float, _advantage: float, logprob: float) -> float:
+    return -logprob
+
+
 def cispo(low: float, high: float) -> PerToken:
     def loss(_ratio: float, constant: float, advantage: float, logprob: float) -> float:
         return -min(max(constant, 1 - low), 1 + high) * advantage * logprob
@@ -245,6 +249,7 @@ CASES: dict[str, tuple[LossConfig, PerToken]] = {
     "rloo": (LossConfig(name="rloo"), rloo),
     "cispo": (LossConfig(name="cispo", clip_high=0.5), cispo(1.0, 0.5)),
     "sapo": (LossConfig(name="sapo"), sapo(1.0, 1.05)),
+    "ce": (LossConfig(name="ce"), cross_entropy),
     "sapo, narrow": (LossConfig(name="sapo", gate_positive=3.0, gate_negative=8.0), sapo(3.0, 8.0)),
 }
 
