@@ -156,6 +156,10 @@ class CurriculumConfig:
     """Groups of a worker over which a success rate is measured; the weight of older groups decays."""
     min_groups: int = 8
     """Groups that all workers together must measure before a success rate counts; at most window_groups."""
+    easy_share: float = 1.0
+    """Share of the prompts that every member of their last group solved that are played when they are due again."""
+    hard_share: float = 1.0
+    """The same share of the prompts that no member solved."""
     state_interval_s: float = 5.0
     """Interval at which a worker records its position in the prompts and its success rates on `control`."""
 
@@ -168,6 +172,9 @@ class CurriculumConfig:
                 f"curriculum.min_groups {self.min_groups} is more than curriculum.window_groups {self.window_groups}, "
                 "over which a success rate is measured; lower it, or raise window_groups"
             )
+        for name in ("easy_share", "hard_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigurationError(f"curriculum.{name} is {getattr(self, name)}; it must be from 0 to 1")
         if not 0 < self.floor <= 1:
             raise ConfigurationError(f"curriculum.floor is {self.floor}; it must be above 0 and at most 1")
         if not self.state_interval_s > 0:

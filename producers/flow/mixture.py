@@ -5,12 +5,13 @@ Groups of any duration are started in the ratio of the weights: every start move
 for a while, for lack of capacity, does not catch up later.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rollstream.producers.config import CurriculumConfig
 from rollstream.producers.environments.environment import Prompt
 from rollstream.producers.flow.curriculum import Curriculum, Lesson
-from rollstream.producers.flow.prompt_order import PromptOrder
+from rollstream.producers.flow.prompt_order import EASY, HARD, PromptOrder, PromptPools
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.topics.records import EnvironmentState, MixtureState
 
@@ -36,7 +37,8 @@ class Mixture:
             for e in environments
         ]
         locked = {e.name: EnvironmentState(environment=e.name, unlocked=not e.entry.after) for e in environments}
-        self.curriculum = Curriculum(lessons, curriculum or CurriculumConfig(), {**locked, **earlier})
+        curriculum = curriculum or CurriculumConfig()
+        self.curriculum = Curriculum(lessons, curriculum, {**locked, **earlier})
         self._prompts = {e.name: e.prompts("train") for e in environments}
         self._orders = {
             e.name: PromptOrder(
@@ -48,6 +50,19 @@ class Mixture:
             )
             for e in environments
         }
+        self._shares = {EASY: curriculum.easy_share, HARD: curriculum.hard_share}
+        self._seed = seed
+        pooled = min(self._shares.values()) < 1.0
+        self._pools = {
+            name: PromptPools(len(prompts), earlier[name].pools if name in earlier else b"")
+            for name, prompts in self._prompts.items()
+            if pooled
+        }
+        self._places = {
+            name: {self._prompts[name][i].example_id: i for i in range(len(self._prompts[name]))}
+            for name in self._pools
+        }
+        """Index of each prompt by environment and example id."""
         self._passes = dict.fromkeys(self._orders, 0.0)
         self._time = 0.0
         self._paused: frozenset[str] = frozenset()
@@ -68,7 +83,31 @@ class Mixture:
         name = environment.name
         self._time = max(self._passes[name], self._time)
         self._passes[name] = self._time + 1.0 / self.curriculum.weights()[name]
-        return self._prompts[name][self._orders[name].draw()]
+        return self._prompts[name][self._drawn(name)]
+
+    def _drawn(self, name: str) -> int:
+        """Return the index of the next prompt, passing over prompts of the pools of which a share is played."""
+        order, pools = self._orders[name], self._pools.get(name)
+        for _place in range(len(self._prompts[name])):
+            epoch, index = order.epoch, order.draw()
+            share = 1.0 if pools is None else self._shares.get(pools.pool(index), 1.0)
+            # Each epoch plays other prompts of the pool, and a restarted worker the same ones.
+            if share >= 1.0 or random.Random(f"{self._seed}/{name}/{epoch}/{index}").random() < share:
+                break
+        return index  # after a whole epoch without another one
+
+    def note_group(self, environment: str, example_id: str, success: float) -> None:
+        """Count a group of a prompt; `success` is the share of its rollouts that succeeded."""
+        self.curriculum.note_group(environment, success)
+        if environment in self._pools and example_id in self._places[environment]:
+            self._pools[environment].note(self._places[environment][example_id], success)
+
+    def note_others(self, states: Iterable[MixtureState]) -> None:
+        """Replace the other workers' states."""
+        states = list(states)
+        self.curriculum.note_others(states)
+        for name, pools in self._pools.items():
+            pools.note_others(s.pools for state in states for s in state.environments if s.environment == name)
 
     def states(self) -> tuple[EnvironmentState, ...]:
         """Return the state of each environment, for a later process of this worker."""
@@ -79,6 +118,7 @@ class Mixture:
                 successes=self.curriculum.state(name).successes,
                 trials=self.curriculum.state(name).trials,
                 unlocked=self.curriculum.state(name).unlocked,
+                pools=self._pools[name].packed if name in self._pools else b"",
             )
             for name, order in self._orders.items()
         )

@@ -6,7 +6,12 @@ two of them play the same place. After a restart, a worker needs only the number
 """
 
 import random
+import zlib
+from collections.abc import Iterable
 from functools import lru_cache
+
+MIXED, EASY, HARD = range(3)
+"""Pools of prompts: of mixed results or not known, solved by every member of their last group, and by none."""
 
 
 class PromptOrder:
@@ -39,3 +44,40 @@ class PromptOrder:
         indices = list(range(self._prompts))
         random.Random(f"{self._seed}/{epoch}").shuffle(indices)
         return indices
+
+
+class PromptPools:
+    """The pool of each prompt of an environment, by its last group. A worker knows its own groups, and for the other
+    prompts the pools that other workers recorded."""
+
+    def __init__(self, prompts: int, packed: bytes = b"") -> None:
+        """`packed` is the earlier state; one of another number of prompts is left out."""
+        self._own = bytearray(_unpacked(packed, prompts) or bytes(prompts))
+        self._others: list[bytes] = []
+
+    def note(self, index: int, success: float) -> None:
+        """Put a prompt into the pool of a group of which this share succeeded."""
+        self._own[index] = EASY if success >= 1.0 else HARD if success <= 0.0 else MIXED
+
+    def note_others(self, packed: Iterable[bytes]) -> None:
+        """Replace the pools that other workers recorded."""
+        self._others = [pools for each in packed if (pools := _unpacked(each, len(self._own)))]
+
+    def pool(self, index: int) -> int:
+        """Return the pool of a prompt."""
+        return self._own[index] or next((pools[index] for pools in self._others if pools[index]), MIXED)
+
+    @property
+    def packed(self) -> bytes:
+        """The worker's own pools as bytes."""
+        return zlib.compress(self._own, 1)
+
+
+def _unpacked(packed: bytes, prompts: int) -> bytes:
+    """Return the pools in a state; empty if it has none, or those of other prompts."""
+    inflating = zlib.decompressobj()
+    try:
+        pools = inflating.decompress(packed, prompts + 1)
+    except zlib.error:
+        return b""
+    return pools if len(pools) == prompts else b""

@@ -372,7 +372,8 @@ class Worker:
         if sent:
             # The success of a group that waits for labels is not known here.
             if not environment.awaits_label:
-                self._mixture.curriculum.note_group(name, sum(each.success for each in sent) / len(sent))
+                success = sum(each.success for each in sent) / len(sent)
+                self._mixture.note_group(name, sent[0].example_id, success)
             del self._failed_groups[name]
             return
         self._failed_groups[name] += 1

@@ -123,7 +123,7 @@ async def run_worker(
 async def _keep_states(mixture: Mixture, states: MixtureStates, interval_s: float) -> None:
     """Write the mixture's state, and read the other workers' states, at regular intervals."""
     while True:
-        mixture.curriculum.note_others(await asyncio.to_thread(states.others))
+        mixture.note_others(await asyncio.to_thread(states.others))
         await asyncio.sleep(interval_s)
         await asyncio.to_thread(states.write, mixture.states())
 

@@ -84,6 +84,8 @@ class EnvironmentState:
     """Number of these groups, where older groups count less in the same way."""
     unlocked: bool = True
     """Whether the curriculum allows the environment to be played."""
+    pools: bytes = b""
+    """Pool of each prompt, as `PromptPools.packed` has them; empty if prompts have no pools."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def weather(place: Place, unit: Literal["c", "f"] = "c", days: list[int] | None 
 
     Args:
         place: Where,
-            and nowhere else.
+            town: nowhere else.
         unit (optional): Degrees: of Celsius or Fahrenheit.
 
     Returns:
@@ -56,7 +56,7 @@ def test_a_function_is_described_by_its_hints_and_its_docstring() -> None:
         "enum": ["c", "f"],
         "default": "c",
     }
-    assert parameters["properties"]["place"]["description"] == "Where, and nowhere else."
+    assert parameters["properties"]["place"]["description"] == "Where, town: nowhere else."
     assert parameters["$defs"]["Place"]["required"] == ["city"]
     assert "description" not in parameters["properties"]["days"]
 

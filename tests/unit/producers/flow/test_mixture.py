@@ -1,8 +1,10 @@
 """The mixture of a worker: starts in the ratio of the weights, and a curriculum that follows success."""
 
 import math
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from rollstream.producers.environments.environment import Prompt, Score, SingleT
 from rollstream.producers.flow.curriculum import difficulty_weight, groups_counted
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import EnvironmentState, MixtureState
 from rollstream.topics.wire.codec import decode, encode
 
@@ -188,3 +191,67 @@ def test_a_paused_environment_begins_nothing_and_weights_are_those_that_are_want
     mixture.adjust(paused=(), weights={})
     again = Counter(started(mixture, 30))
     assert all(9 <= again[name] <= 11 for name in "abc"), "what was paused does not make up for it"
+
+
+def pooled(state: MixtureState | None = None, **shares: float) -> Mixture:
+    return Mixture([environment("a")], seed=5, curriculum=CurriculumConfig(**shares), state=state)
+
+
+def epoch_of(mixture: Mixture, results: Mapping[str, float] = MappingProxyType({})) -> list[str]:
+    """The prompts of the next six groups, each with its result."""
+    drawn = []
+    for _ in range(6):
+        drawn.append(mixture.start(mixture.environments[0]).example_id)
+        mixture.note_group("a", drawn[-1], results.get(drawn[-1], 0.5))
+    return drawn
+
+
+def test_prompts_that_all_solve_or_none_are_passed_over_until_a_group_is_mixed() -> None:
+    mixture = pooled(easy_share=0.0, hard_share=0.0)
+    assert sorted(epoch_of(mixture, {"1": 1.0, "2": 0.0})) == list("012345")
+    assert set(epoch_of(mixture)) == set("0345")
+    assert sorted(epoch_of(pooled(), {"1": 1.0, "2": 0.0})) == list("012345")
+    mixture.note_group("a", "1", 0.25)
+    assert "1" in epoch_of(mixture)
+
+
+def test_a_share_of_a_pool_is_played_in_each_epoch_and_not_always_the_same() -> None:
+    mixture = pooled(easy_share=0.5)
+    epoch_of(mixture, dict.fromkeys("012345", 1.0))
+    played = Counter(epoch_of(mixture, dict.fromkeys("012345", 1.0)) + epoch_of(mixture, dict.fromkeys("012345", 1.0)))
+    assert len(played) == 6
+    assert mixture.states()[0].drawn > 2 * 12
+
+
+def test_a_worker_whose_prompts_are_all_in_a_pool_plays_on() -> None:
+    mixture = pooled(easy_share=0.0)
+    epoch_of(mixture, dict.fromkeys("012345", 1.0))
+    assert len(epoch_of(mixture)) == 6
+
+
+def test_pools_survive_a_restart_and_are_known_to_other_workers() -> None:
+    mixture = pooled(easy_share=0.0, hard_share=0.0)
+    epoch_of(mixture, {"1": 1.0, "2": 0.0})
+    state = decode(encode(MixtureState(worker_id="w", environments=mixture.states())))
+    assert isinstance(state, MixtureState)
+    again, other = pooled(state, easy_share=0.0, hard_share=0.0), pooled(easy_share=0.0, hard_share=0.0)
+    other.note_others([state])
+    for later in (again, other):
+        assert not {"1", "2"} & set(epoch_of(later))
+    assert pooled().states()[0].pools == b""
+
+
+@pytest.mark.parametrize(
+    "packed", [b"", b"junk", zlib.compress(bytes(5)), zlib.compress(bytes(7)), zlib.compress(b"\x07" * 6)]
+)
+def test_pools_of_other_prompts_or_none_at_all_are_left_out(packed: bytes) -> None:
+    state = MixtureState(worker_id="w", environments=(EnvironmentState(environment="a", pools=packed),))
+    mixture = pooled(state, easy_share=0.0, hard_share=0.0)
+    mixture.note_others([state])
+    assert sorted(epoch_of(mixture)) == list("012345")
+
+
+@pytest.mark.parametrize("name", ["easy_share", "hard_share"])
+def test_a_share_beyond_1_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"curriculum.{name} is 1.5"):
+        CurriculumConfig(**{name: 1.5})
