@@ -32,13 +32,12 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.jax_runtime import require_jax
-from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.learner_start import check_lengths, demonstrated
 from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run.run_environments import environments_of
-from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
-from rollstream.pipeline.run.warm_start import demonstrated
 from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.report import write_report

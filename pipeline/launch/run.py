@@ -22,17 +22,16 @@ from rollstream.pipeline.deployment.description import ENV, GROUP, LEARN
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
-from rollstream.pipeline.run.crash_loops import LoopWatch
+from rollstream.pipeline.run.diagnoses import LoopWatch
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.jax_runtime import require_jax
-from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.learner_start import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.pipeline.run.plan import RunPlan
+from rollstream.pipeline.run.plan import RunPlan, ServicePorts
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.run_lease import RunLease
-from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor

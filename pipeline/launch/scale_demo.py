@@ -20,15 +20,14 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import GROUP
 from rollstream.pipeline.deployment.scaling import bounds
 from rollstream.pipeline.launch.scale_report import ScaleReport
-from rollstream.pipeline.launch.scale_series import ScalePoint, ScaleSeries
+from rollstream.pipeline.launch.scale_series import ScalePoint, ScaleSeries, append_times, coverage, handovers, readings
 from rollstream.pipeline.launch.synthetic_load import SyntheticWorkers, duration_s
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.display import Display
-from rollstream.pipeline.run.reading_evidence import append_times, coverage, handovers, readings
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts
-from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.tools.top import sparkline
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded

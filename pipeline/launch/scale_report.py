@@ -8,10 +8,9 @@ from typing import Any
 
 from rollstream.pipeline.audit.texts import ledger_text, verification_text
 from rollstream.pipeline.command_line.text_tables import command_text, table
-from rollstream.pipeline.launch.scale_series import ScaleSeries
+from rollstream.pipeline.launch.scale_series import Coverage, Handover, ScaleSeries
 from rollstream.pipeline.report.document import figure, page
 from rollstream.pipeline.report.line_chart import Curve
-from rollstream.pipeline.run.reading_evidence import Coverage, Handover
 
 
 @dataclass(frozen=True, kw_only=True)

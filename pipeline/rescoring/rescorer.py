@@ -3,21 +3,28 @@
 The rewards of a partition are written in the order of its rollouts, in transactions, so that the last record of a
 rescoring shows where to continue after a crash. Only one rescoring of a run writes at a time: a second fences the
 first.
+
+The id of a rescoring follows from the verifier's code and version and from the environments, so an interrupted
+rescoring can continue, and changed code makes a new rescoring.
 """
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from rollstream.pipeline.command_line.progress_bar import ProgressCallback
-from rollstream.pipeline.rescoring.rescoring import Rescoring
 from rollstream.producers.environments.environment import Score
 from rollstream.producers.environments.verifier_pool import VerifierFailed, VerifierPool
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError, RecordError
+from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided
@@ -26,10 +33,51 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
 from rollstream.topics.records import RescoredRollout, Rollout
+from rollstream.topics.user_code import load_object, source_digest
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """A verifier and the environments whose rollouts it scores."""
+
+    verifier: str
+    """Name by which it is imported: package.module:Class or path/to/file.py:Class."""
+    digest: str
+    """Digest of its source; "" if it has no source file."""
+    version: str = ""
+    """Version stated by the verifier, for changes outside its source, such as a new model behind its URL."""
+    environments: tuple[str, ...] = ()
+    """Environments whose rollouts are scored again; empty for all."""
+
+    @cached_property
+    def id(self) -> str:
+        """Name of the rescoring on the log: twelve hexadecimal digits."""
+        parts = (Path(self.verifier).name, self.digest, self.version, sorted(self.environments))
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+    def includes(self, environment: str) -> bool:
+        """Whether rollouts of an environment are scored again."""
+        return not self.environments or environment in self.environments
+
+
+def rescoring_of(verifier: str, environments: tuple[str, ...] = ()) -> Rescoring:
+    """Import a verifier, and return its rescoring.
+
+    The rescoring has the version in the verifier's attribute `version`, if there is one. Raises ConfigurationError if
+    the verifier cannot be imported or called.
+    """
+    named = load_object(verifier, "--verifier names", "a verifier is named package.module:Class")
+    if not callable(named):
+        raise ConfigurationError(
+            f"--verifier names {verifier!r}, which cannot be called; a verifier is a function of a rollout, or a class "
+            f"with __call__(self, rollout)"
+        )
+    return Rescoring(verifier, source_digest(named), str(getattr(named, "version", "")), environments)
+
 
 _AT_ONCE = 64
 """Rollouts given to the verifier at a time."""

@@ -18,8 +18,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import GROUP, role_of
 from rollstream.pipeline.deployment.scaling import Autoscaler, bounds
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles, leave_group
-from rollstream.pipeline.run.plan import process_spec
-from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.plan import ServicePorts, process_spec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RollstreamError

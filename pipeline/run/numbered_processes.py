@@ -11,8 +11,8 @@ from typing import Protocol
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import RoleDescription, process_name
-from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.plan import ServicePorts
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka.groups import remove_members
 from rollstream.topics.logs import event

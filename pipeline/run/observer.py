@@ -2,32 +2,106 @@
 
 It serves progress lines, stop rules and reports. It joins no consumer group and changes nothing. It reads `rollouts`,
 because only that topic holds every rollout produced; the learner sees only the rollouts that grouping kept.
+
+Every two seconds a LabelingWatch asks for the ends of `unlabelled` and for the positions of the labelers. It reads only
+the last few offsets, because these may be transaction markers, which never wait for a label.
 """
 
+import logging
+import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.consumers.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.pipeline.run.component_metrics import NewestMetrics
-from rollstream.pipeline.run.flat_environments import FlatEnvironments
-from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
+from rollstream.pipeline.run.diagnoses import STEP_PATIENCE_S, FlatEnvironments, Stall, stalled_stage
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
-from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
+from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import note_named
 from rollstream.topics.control.paused_partitions import PAUSED
 from rollstream.topics.control.steering import DesiredState
-from rollstream.topics.errors import DeadlineExceeded, RecordError
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded, RecordError, RollstreamError
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.client_calls import OffsetGone
+from rollstream.topics.kafka.reader import Reader, ends_of_records
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
 from rollstream.topics.records import PausedPartition, Rollout
-from rollstream.topics.wire.catalogue import name_in_run
+from rollstream.topics.wire.catalogue import name_in_run, topic_name
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.validation import REWARD_LIMIT
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 2.0
+_FIRST_S = 5.0
+"""Longest wait for the first positions."""
+_FEW = 4
+"""Most offsets after a position that are read. A finished transaction leaves one marker after its records."""
+
+
+class LabelingState(NamedTuple):
+    """How far labeling has got."""
+
+    waiting: int = 0
+    """Records that no labeler has read."""
+    read: int = 0
+    """Records that labelers have read, including records that were deleted later."""
+
+
+class LabelingWatch(Closing):
+    """Keeps `state` up to date until it is closed."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, group: str) -> None:
+        """`group` is the full name of the consumer group of the labelers. Reads the state once."""
+        self._kafka, self._group = kafka, group
+        self._topic = topic_name(run, "unlabelled")
+        self._stop = threading.Event()
+        self.state = LabelingState()
+        """The newest state; zeros as long as nothing was sent to labelers."""
+        self._update(_FIRST_S)
+        self._thread = threading.Thread(target=self._run, name="labeling-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, without waiting for a request in progress."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_INTERVAL_S):
+            try:
+                self._update(self._kafka.patience_s)
+            except RollstreamError as error:
+                event(logger, "labeling_not_watched", level=logging.WARNING, error=str(error))
+                return
+
+    def _update(self, timeout_s: float) -> None:
+        """Read the state; keep the last one if the broker does not answer."""
+        try:
+            bounds = topic_admin.bounds(self._kafka, self._topic)
+            if any(end for _begin, end in bounds.values()):
+                self.state = self._read(bounds, timeout_s)
+        except BrokerUnavailable as error:
+            event(logger, "labeling_positions_not_read", level=logging.WARNING, error=str(error))
+
+    def _read(self, bounds: dict[int, tuple[int, int]], timeout_s: float) -> LabelingState:
+        with closing(Reader(self._kafka, group=self._group)) as reader:
+            places = reader.committed(self._topic, bounds, f"reading offsets of group {self._group}", timeout_s)
+            read = {place.partition: max(bounds[place.partition][0], place.offset) for place in places}
+            ends = {partition: end for partition, (_begin, end) in bounds.items()}
+            few = {partition: offset for partition, offset in read.items() if 0 < ends[partition] - offset <= _FEW}
+            if few:
+                with suppress(OffsetGone):  # labeled and deleted in the meantime
+                    ends |= ends_of_records(self._kafka, self._topic, few, reader)
+        return LabelingState(waiting=max(0, sum(ends.values()) - sum(read.values())), read=sum(read.values()))
+
 
 _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 _NEWEST_METRICS = 5000

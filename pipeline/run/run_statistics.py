@@ -19,7 +19,7 @@ from rollstream.pipeline.audit.configuration_history import (
 )
 from rollstream.pipeline.audit.record_counts import RecordCounts
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
-from rollstream.pipeline.run.stalled_stage import FlowFacts
+from rollstream.pipeline.run.diagnoses import FlowFacts
 from rollstream.topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
 from rollstream.topics.records.journal import JournalCounts, from_ranges
 

@@ -7,7 +7,7 @@ import logging
 import math
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.flat_environments import FLAT_VERSIONS
+from rollstream.pipeline.run.diagnoses import FLAT_VERSIONS
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.topics.logs import event
 from rollstream.topics.metrics.values import VALUES

@@ -17,9 +17,9 @@ from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.run_environments import played_by
-from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.topics.control.steering import EVALUATE, NOW, PROCESSES, DesiredState
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.logs import event

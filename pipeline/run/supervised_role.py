@@ -1,17 +1,105 @@
-"""The state of a role as its supervisor sees it, and the cause of its exit as its log shows it."""
+"""A role as its supervisor sees it: the specification of its process, its state, and the cause of its exit."""
 
+import hashlib
 import ipaddress
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollstream.infra.broker.process_identity import ProcessIdentity, identify, is_running, kill_group
-from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One process of a run: `python *arguments`, with this Python."""
+
+    name: str
+    """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables in addition to those of the supervisor; an empty value removes a variable."""
+    finishes: bool = False
+    """Whether it exits with 0 by itself when its work is done."""
+    optional: bool = False
+    """Whether the run goes on without it when it fails."""
+    ready_timeout_s: float = 120.0
+    """How long it may take from its start, or from its last progress report, until it is ready."""
+    stop_timeout_s: float = 20.0
+    restarts: int = 3
+    """How often it is started again after exiting unexpectedly, within `window_s`."""
+    window_s: float = 600.0
+    """Time after which an exit is forgotten."""
+    backoff_s: float = 0.5
+    """Pause before the first restart; it doubles with each further restart."""
+    address: tuple[str, int] | None = None
+    """IP address and port where it serves clients, whose connections wait for it while it is started again."""
+    expendable: bool = False
+    """Whether the other processes go on if it never becomes ready, or exits more often than `restarts` allows."""
+    shares_work: bool = False
+    """Whether processes of its kind share their work; the run then goes on without it while another is ready."""
+
+    @property
+    def kind(self) -> str:
+        """Its name up to the first dash; roles of one kind stop together."""
+        return self.name.partition("-")[0]
+
+    @property
+    def command_digest(self) -> str:
+        """A digest of its command line and variables."""
+        command = [sys.executable, self.arguments, sorted(self.environment.items())]
+        return hashlib.sha256(json.dumps(command).encode()).hexdigest()
+
+
+NO_EXIT_CODE = 256
+"""Exit code reported for an adopted process that left none, for example because it was killed."""
+_LONG_S = 1e9
+
+
+class AdoptedProcess:
+    """A running process that writes its exit code to a file when it ends by itself."""
+
+    def __init__(self, identity: ProcessIdentity, exit_file: Path) -> None:
+        self.identity = identity
+        self.pid = identity.pid
+        self.returncode: int | None = None
+        self._exit_file = exit_file
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self.returncode is None and not is_running(self.identity):
+            self.returncode = _read(self._exit_file)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process ends and return its exit code. Raises subprocess.TimeoutExpired."""
+        if not await_end(self.identity, _LONG_S if timeout is None else timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        code = self.poll()
+        assert code is not None, "it has ended"
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has ended."""
+        send(self.identity, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        send(self.identity, signal.SIGKILL)
+
+
+def _read(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return NO_EXIT_CODE
+
 
 _TAIL_LINES = 12
 _WAITING_CLIENTS = 1024

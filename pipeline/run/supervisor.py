@@ -22,8 +22,7 @@ from typing import Self
 
 from rollstream.infra.broker.process_identity import await_end
 from rollstream.pipeline.command_line import interruption
-from rollstream.pipeline.run.adopted_process import AdoptedProcess
-from rollstream.pipeline.run.crash_loops import CrashLoop
+from rollstream.pipeline.run.diagnoses import CrashLoop
 from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import (
@@ -35,8 +34,15 @@ from rollstream.pipeline.run.role_process import (
     Interrupts,
     in_a_hurry,
 )
-from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.supervised_role import SupervisedRole, Unstarted, cause_in, name_exit, put_aside
+from rollstream.pipeline.run.supervised_role import (
+    AdoptedProcess,
+    RoleSpec,
+    SupervisedRole,
+    Unstarted,
+    cause_in,
+    name_exit,
+    put_aside,
+)
 from rollstream.topics.errors import DeadlineExceeded, Fenced, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event

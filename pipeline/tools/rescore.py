@@ -28,8 +28,7 @@ from rollstream.pipeline.rescoring.corrected_fold import (
     TakenRows,
     correct_partition,
 )
-from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
-from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
+from rollstream.pipeline.rescoring.rescorer import Rescoring, ScoredRun, rescore, rescoring_of
 from rollstream.pipeline.run.batch_run import prepare, write_index
 from rollstream.producers.environments.verifier_pool import VerifierPool
 from rollstream.topics.control.named_records import EXCLUDED, read_named

@@ -20,8 +20,8 @@ from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.command_line.text_tables import clipped, table
 from rollstream.pipeline.config import RunConfig, to_toml
 from rollstream.pipeline.run.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
+from rollstream.pipeline.run.learner_start import warm_start_examples
 from rollstream.pipeline.run.plan import child_environment, is_of_this_machine, with_coordinator
-from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients
 

@@ -22,7 +22,7 @@ from rollstream.producers.gateway.dialects.selection import (
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed, UpstreamRefused
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import framed
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.json_text import decode, encode
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, RecordTooLarge, RollstreamError

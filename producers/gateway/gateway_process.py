@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 from rollstream.producers.config import CapacityConfig, WorkerConfig
 from rollstream.producers.flow.flow_control import RunProgress
-from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.producers.flow.policy_versions import PolicyFollower
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.producers.gateway.call_log import CallLog
 from rollstream.producers.gateway.capture import CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig

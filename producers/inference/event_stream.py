@@ -9,12 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from rollstream.producers.inference.decoding import DecodeResult
-from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, usage
-from rollstream.producers.inference.dialects.answer_stream import ChoiceStream
-from rollstream.producers.inference.dialects.dialect import Dialect
-from rollstream.producers.inference.dialects.growing_choice import GrowingChoice
-from rollstream.producers.inference.dialects.refusals import error_body
-from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, choices_of
+from rollstream.producers.inference.dialects.dialect import AnswerHeader, ChoiceStream, Dialect, usage
+from rollstream.producers.inference.dialects.fields import error_body
+from rollstream.producers.inference.dialects.sampled_choices import GrowingChoice, SampledChoice, choices_of
 
 
 class EventStream:

@@ -29,14 +29,12 @@ from rollstream.producers.inference.chat.plain_template import PlainTemplate
 from rollstream.producers.inference.chat.template import ChatTemplate
 from rollstream.producers.inference.decoding import DecodeRequest, DecodeResult, Generator, NotReady, row_seed
 from rollstream.producers.inference.dialects import fields
-from rollstream.producers.inference.dialects.answer_frame import AnswerHeader
 from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
 from rollstream.producers.inference.dialects.completions import Completions
-from rollstream.producers.inference.dialects.dialect import Dialect
-from rollstream.producers.inference.dialects.refusals import BadRequest, error_body
-from rollstream.producers.inference.dialects.sampled_choices import choices_of, encode
+from rollstream.producers.inference.dialects.dialect import AnswerHeader, Dialect
+from rollstream.producers.inference.dialects.fields import BadRequest, error_body
+from rollstream.producers.inference.dialects.sampled_choices import choices_of, encode, has_new_stop
 from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest, check_names
-from rollstream.producers.inference.dialects.stop_strings import has_new_stop
 from rollstream.producers.inference.engine import Engine
 from rollstream.producers.inference.event_stream import EventStream
 from rollstream.producers.inference.token_codec import TokenCodec

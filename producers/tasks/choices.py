@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.tasks.question_file import answer_part, folded, rows
-from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.task import Task
+from rollstream.producers.tasks.task import Task, split_prompts
 from rollstream.topics.errors import ConfigurationError
 
 _LETTERS = string.ascii_uppercase

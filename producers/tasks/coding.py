@@ -19,8 +19,7 @@ from typing import Any
 from rollstream.producers.environments.chat import Chat, Tool, policy_at
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.environments.sandbox import Failure, Limits, Outcome, Sandbox
-from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.task import printable, text_argument
+from rollstream.producers.tasks.task import printable, split_prompts, text_argument
 from rollstream.topics.errors import ConfigurationError
 
 _SHIPPED = Path(__file__).with_name("coding_problems.toml")

@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
 from rollstream.producers.environments.sandbox import Sandbox
 from rollstream.producers.tasks.coding import same
-from rollstream.producers.tasks.splits import split_prompts
+from rollstream.producers.tasks.task import split_prompts
 from rollstream.topics.errors import ConfigurationError
 
 _OPERATORS = {"plus": "+", "minus": "-", "times": "*"}

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
-from rollstream.producers.tasks.splits import split_prompts
+from rollstream.producers.tasks.task import split_prompts
 from rollstream.topics.errors import ConfigurationError
 
 HIGHER, LOWER = ">", "<"

@@ -12,7 +12,7 @@ import aiohttp
 
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
 from rollstream.producers.tasks.remote_environment import MOST_BYTES, keep_alive
-from rollstream.producers.tasks.splits import split_prompts
+from rollstream.producers.tasks.task import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 _AGAIN_S = 0.2

@@ -1,17 +1,33 @@
-"""The base class of the built-in tasks: a single-turn environment over a character vocabulary, small enough to list.
+"""The base class of the built-in tasks, small enough to list, and the split of their prompts: every fifth is held out.
 
 A task also provides examples that teach a model its format without teaching it the task. Functions here are shared by
 the built-in environments.
 """
 
+import hashlib
 import random
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rollstream.producers.environments.environment import Prompt, SingleTurn, Split
-from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError
+
+HELD_OUT_EVERY = 5
+
+
+def split_prompts(name: str, prompts: Iterable[Prompt]) -> dict[Split, tuple[Prompt, ...]]:
+    """Return both splits of a task's prompts; `name` is the name of the task.
+
+    Prompts are ordered by the sha256 of their names, and every fifth is held out. In counting order, every fifth would
+    remove a digit or operand from training.
+    """
+    ordered = sorted(prompts, key=lambda p: hashlib.sha256(f"{name}/{p.example_id}".encode()).digest())
+    return {
+        "train": tuple(p for i, p in enumerate(ordered) if i % HELD_OUT_EVERY),
+        "heldout": tuple(ordered[::HELD_OUT_EVERY]),
+    }
+
 
 _UNREADABLE = re.compile(r"[^ -~\n]")
 

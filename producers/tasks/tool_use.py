@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from rollstream.producers.environments.chat import Chat, Tool, policy_at
 from rollstream.producers.environments.environment import Conversation, Endpoint, Prompt, Score, Split
-from rollstream.producers.tasks.splits import split_prompts
-from rollstream.producers.tasks.task import checked_share, printable, text_argument
+from rollstream.producers.tasks.task import checked_share, printable, split_prompts, text_argument
 from rollstream.topics.errors import ConfigurationError
 
 Kind = Literal["calculator", "database"]

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
-from rollstream.producers.tasks.splits import split_prompts
+from rollstream.producers.tasks.task import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.secrets import error_text
 

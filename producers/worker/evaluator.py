@@ -21,8 +21,7 @@ from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.worker.evaluation_figures import prompts_named
-from rollstream.producers.worker.graceful_stop import finish_or_stop
-from rollstream.producers.worker.group_player import EpisodeFailed
+from rollstream.producers.worker.group_player import EpisodeFailed, finish_or_stop
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import RecordError

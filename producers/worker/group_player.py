@@ -7,8 +7,9 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rollstream.producers.environments.environment import Episode, Prompt, Score
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
@@ -147,3 +148,19 @@ def failure_of(environment: str, prompt: Prompt, error: BaseException) -> Episod
     )
     failure.__cause__ = error
     return failure
+
+
+T = TypeVar("T")
+
+
+async def finish_or_stop(work: Coroutine[Any, Any, T], stop: asyncio.Event, *, grace_s: float) -> T:
+    """Return the result of `work`. Cancel it and raise TimeoutError if it runs for `grace_s` after `stop` is set."""
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return await asyncio.wait_for(task, grace_s)
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)

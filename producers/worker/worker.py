@@ -26,8 +26,7 @@ from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.agent_player import PlayedEpisode, play_agents
-from rollstream.producers.worker.graceful_stop import finish_or_stop
-from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits, play_group
+from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits, finish_or_stop, play_group
 from rollstream.producers.worker.local_gateway import LocalGateway
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.producers.worker.rollout_outlet import RolloutOutlet

@@ -9,7 +9,7 @@ from rollstream.producers.config import CapacityConfig, CurriculumConfig, Worker
 from rollstream.producers.flow.mixture import Mixture
 from rollstream.producers.flow.mixture_states import MixtureStates
 from rollstream.producers.flow.policy_versions import PolicyFollower
-from rollstream.producers.flow.worker_flow import open_flow
+from rollstream.producers.flow.tailers import open_flow
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.metrics_publisher import MetricsPublisher

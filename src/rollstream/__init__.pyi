@@ -42,10 +42,8 @@ from .producers.environments.environment import (
 from .producers.environments.scripted_policy import ScriptedPolicy
 from .producers.environments.verifier_pool import VerifierFailed, VerifierPool
 from .producers.rollout_producer import RolloutProducer
-from .producers.trajectories.collecting import Seat
-from .producers.trajectories.collector import TrajectoryCollector
-from .producers.trajectories.producer import TrajectoryProducer
-from .producers.trajectories.steps import ChunkStepResult
+from .producers.trajectories.collecting import Seat, TrajectoryProducer
+from .producers.trajectories.collector import ChunkStepResult, TrajectoryCollector
 from .topics.config import KafkaConfig, TopicsConfig
 from .topics.errors import (
     BrokerUnavailable,

@@ -17,10 +17,10 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import GROUP
+from rollstream.pipeline.launch.scale_series import coverage, readings
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
-from rollstream.pipeline.run.reading_evidence import coverage, readings
-from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.groups import members, remove_members

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollstream.producers.trajectories.steps import ChunkStepResult
+from rollstream.producers.trajectories.collector import ChunkStepResult
 
 
 def play(seat):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollstream.producers.flow.prompt_order import PromptOrder
+from rollstream.producers.flow.mixture import PromptOrder
 from rollstream.topics.records import MixtureState, Rollout
 from tests.support.producing import SortingGenerator, serving
 from tests.support.runs import RealRun

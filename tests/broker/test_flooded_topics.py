@@ -23,8 +23,8 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.ui.server.session_list import read_sessions
-from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.producers.flow.policy_versions import PolicyFollower
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.steering import desired_state
 from rollstream.topics.kafka import clients, topic_admin

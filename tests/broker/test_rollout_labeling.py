@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.positions import recover
-from rollstream.pipeline.run.labeling_watch import LabelingWatch
+from rollstream.pipeline.run.observer import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task

@@ -12,9 +12,9 @@ from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.control import steering
 from rollstream.pipeline.deployment.description import GROUP
+from rollstream.pipeline.launch.scale_series import coverage, readings
 from rollstream.pipeline.run import plan as plans
-from rollstream.pipeline.run.reading_evidence import coverage, readings
-from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import TopicsConfig

@@ -7,7 +7,7 @@ import numpy as np
 
 from rollstream.consumers.grouping.core import task_state
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.producers.flow.learner_consumption import LearnerConsumption
+from rollstream.producers.flow.rollout_counts import LearnerConsumption
 from rollstream.producers.gateway.sessions import PartitionSessions
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import RecordError, StateRefused

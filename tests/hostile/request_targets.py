@@ -25,7 +25,7 @@ from rollstream.producers.inference.chat.plain_template import PlainTemplate
 from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
 from rollstream.producers.inference.dialects.completions import Completions
 from rollstream.producers.inference.dialects.dialect import Dialect
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits
 from rollstream.producers.json_text import decode
 from rollstream.topics.errors import RollstreamError

@@ -11,8 +11,8 @@ import pytest
 
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.control import steering
+from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.run_lease import RunLease
-from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses
 from rollstream.topics.control.steering import SteeringFollower
 from tests.support.command_line import answer_of

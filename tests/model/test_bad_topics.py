@@ -13,8 +13,8 @@ from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.producers.flow.journal_tailer import JournalTailer
 from rollstream.producers.flow.policy_versions import PolicyFollower
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import Mark, Metrics
 from rollstream.topics.wire.codec import encode

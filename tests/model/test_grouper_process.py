@@ -15,7 +15,7 @@ from rollstream.pipeline.config import load
 from rollstream.pipeline.doctor.cluster import check_topics
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow.flow_control import FlowControl
-from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.control.paused_partitions import pause
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning

@@ -9,7 +9,7 @@ from confluent_kafka import Producer, TopicPartition
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow.flow_control import FlowControl, PartitionProgress, RunProgress
-from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients

@@ -18,7 +18,7 @@ from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.verification import index_of
 from rollstream.pipeline.tools.learner import retire
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.control.named_records import write
 from rollstream.topics.control.steering import DONE, DRAIN, WANTED
 from rollstream.topics.errors import Fenced, StateRefused

@@ -24,8 +24,7 @@ from confluent_kafka import TopicPartition
 from rollstream.consumers.step_log import read_steps
 from rollstream.pipeline.rescoring.consequences import errors_of
 from rollstream.pipeline.rescoring.corrected_fold import CorrectionJob, correct_partition
-from rollstream.pipeline.rescoring.rescorer import rescore, rescored
-from rollstream.pipeline.rescoring.rescoring import rescoring_of
+from rollstream.pipeline.rescoring.rescorer import rescore, rescored, rescoring_of
 from rollstream.producers.environments.verifier_pool import VerifierPool
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin

@@ -13,7 +13,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.producers.flow.journal_tailer import JournalTailer
+from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, Lapsed, RecordTooLarge, StateRefused
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactions import fence, transactional_id

@@ -10,7 +10,7 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.buffers.trajectories.filler import Place, TrajectoryFiller, filler_positions
 from rollstream.producers.record_sender import RolloutDelivery
-from rollstream.producers.trajectories.producer import TrajectoryProducer
+from rollstream.producers.trajectories.collecting import TrajectoryProducer
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge, TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.records import RolloutMetadata, same

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.producers.record_sender import RolloutDelivery
-from rollstream.producers.trajectories.producer import TrajectoryProducer
+from rollstream.producers.trajectories.collecting import TrajectoryProducer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -18,16 +18,65 @@ from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.run_settings import settings_of
 from rollstream.pipeline.tools.ledger import live_ledger
 from rollstream.pipeline.ui import irreversible_actions
-from rollstream.pipeline.ui.server import dead_letters, mixture_states
+from rollstream.pipeline.ui.server import dead_letters
 from rollstream.pipeline.ui.server.background import Background
 from rollstream.pipeline.ui.server.index_filling import IndexFilling
 from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper, ranges_of
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
+from rollstream.producers.flow.mixture import Curriculum, Lesson
+from rollstream.producers.flow.mixture_states import newest_states
+from rollstream.topics.control.steering import DesiredState, desired_state
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.records import EnvironmentState, MixtureState
 from rollstream.topics.records.journal import OffsetRange
 from rollstream.topics.wire.catalogue import topic_name
+
+
+def mixture(config: RunConfig) -> dict[str, Any]:
+    """Return the newest state of each worker's mixture."""
+    newest = newest_states(config.kafka, config.run)
+    wanted = desired_state(config.kafka, config.run)
+    states = [newest[name] for name in sorted(newest)]
+    return {
+        "workers": [
+            {"worker": state.worker_id, "environments": _environments(config, state, states, wanted)}
+            for state in states
+        ]
+    }
+
+
+def _environments(
+    config: RunConfig, state: MixtureState, states: Iterable[MixtureState], wanted: DesiredState
+) -> list[dict[str, Any]]:
+    """Return the rows of a worker, with the weights of its curriculum; a locked or paused environment has weight 0."""
+    configured = {each.name or each.use: each.weight for each in config.mixture}
+    names = [each.environment for each in state.environments]
+    curriculum = Curriculum(
+        [Lesson(environment=name, weight=configured.get(name, 1.0)) for name in names],
+        config.curriculum,
+        {each.environment: each for each in state.environments},
+    )
+    curriculum.note_others(other for other in states if other is not state)
+    curriculum.weigh(wanted.weights)
+    weights = curriculum.weights()
+    return [
+        {
+            "environment": each.environment,
+            "weight": weights[each.environment] if each.unlocked and each.environment not in wanted.paused else 0.0,
+            "drawn": each.drawn,
+            "success": _success(each),
+            "unlocked": each.unlocked,
+            "paused": each.environment in wanted.paused,
+        }
+        for each in state.environments
+    ]
+
+
+def _success(state: EnvironmentState) -> float | None:
+    return state.successes / state.trials if state.trials > 0 else None
+
 
 T = TypeVar("T")
 _THREADS = 4
@@ -58,9 +107,7 @@ class PageRun:
         self.sessions: CachedValue[SessionList] = CachedValue(
             self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S
         )
-        self.mixture: CachedValue[dict[str, Any]] = CachedValue(
-            self._slow, lambda: mixture_states.mixture(config), _KEEP_S
-        )
+        self.mixture: CachedValue[dict[str, Any]] = CachedValue(self._slow, lambda: mixture(config), _KEEP_S)
         self._books: LiveLedger | None = None
         self._proving = threading.Lock()
         self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollstream.producers.gateway.streamed_answers import DONE, events_of
-from rollstream.producers.inference.chat.messages import call_object
-from rollstream.producers.inference.dialects.fields import shown
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.chat.template import call_object
+from rollstream.producers.inference.dialects.fields import BadRequest, shown
 
 Event = dict[str, Any]
 _REASONING = ("reasoning_content", "reasoning")

@@ -18,7 +18,7 @@ from rollstream.producers.gateway.dialects.answer_blocks import (
     unsupported,
 )
 from rollstream.producers.inference.dialects import fields
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.inference.dialects.sampling_parameters import check_names
 from rollstream.producers.json_text import readable
 

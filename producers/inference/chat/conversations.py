@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool
+from rollstream.producers.inference.chat.template import Message, SampledTurn, Tool
 from rollstream.topics.records import Int32
 
 

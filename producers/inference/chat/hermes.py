@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from rollstream.producers.inference.chat.messages import AssistantMessage, ToolCall
+from rollstream.producers.inference.chat.template import AssistantMessage, ToolCall
 from rollstream.producers.json_text import readable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

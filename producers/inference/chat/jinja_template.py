@@ -11,8 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from rollstream.producers.inference.chat import hermes
-from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
-from rollstream.producers.inference.chat.template import TemplateRefused
+from rollstream.producers.inference.chat.template import AssistantMessage, Message, SampledTurn, TemplateRefused, Tool
 from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.errors import ConfigurationError
 

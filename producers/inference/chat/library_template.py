@@ -7,8 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool, ToolCall
-from rollstream.producers.inference.chat.template import TemplateRefused
+from rollstream.producers.inference.chat.template import (
+    AssistantMessage,
+    Message,
+    SampledTurn,
+    TemplateRefused,
+    Tool,
+    ToolCall,
+)
 from rollstream.producers.inference.token_codec import NamedTokenCodec, TokenCodec
 from rollstream.topics.errors import ConfigurationError
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from rollstream.producers.inference.chat import hermes
-from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
-from rollstream.producers.inference.chat.template import TemplateRefused
+from rollstream.producers.inference.chat.template import AssistantMessage, Message, SampledTurn, TemplateRefused, Tool
 from rollstream.producers.inference.token_codec import TokenCodec
 
 

@@ -1,10 +1,47 @@
-"""The protocol of chat templates: from a conversation to a prompt's tokens, from an answer's tokens to a message."""
+"""The protocol of chat templates, from a conversation to tokens and back, and messages in OpenAI's format."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
 
-from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
 from rollstream.topics.errors import RollstreamError
+
+Message = dict[str, Any]
+"""A message has `role` (system, user, assistant, tool) and `content`, a string. It may have `name`; an assistant
+message may have `tool_calls` and `reasoning_content`, and a tool message may have `tool_call_id`."""
+Tool = dict[str, Any]
+"""OpenAI's description of a function: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a function by the model."""
+
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantMessage:
+    """The answer of the model in a turn."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class SampledTurn(NamedTuple):
+    """A turn as it was sampled."""
+
+    prompt: Sequence[int]
+    """Token ids of the conversation before the answer."""
+    sampled: Sequence[int]
+    """Token ids of the answer."""
+
+
+def call_object(name: str, arguments: str, identifier: str) -> dict[str, Any]:
+    """Return OpenAI's object of a tool call."""
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class TemplateRefused(RollstreamError):

@@ -6,10 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from rollstream.producers.inference.dialects import fields, sampling_parameters
-from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, metadata, usage
-from rollstream.producers.inference.dialects.answer_stream import StreamedPart
-from rollstream.producers.inference.dialects.dialect import Dialect
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.dialect import AnswerHeader, Dialect, StreamedPart, metadata, usage
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, encode
 from rollstream.producers.inference.dialects.sampling_parameters import SamplingRequest
 

@@ -1,10 +1,25 @@
-"""Typed reading of the fields of a JSON body. Every function raises BadRequest, which names the field."""
+"""Typed reading of the fields of a JSON body, and refusals of a request, as OpenAI's error object."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from rollstream.producers.inference.dialects.refusals import BadRequest
+CONTEXT_TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a prompt that does not fit into the context, alone or with its answer."""
+
+
+class BadRequest(Exception):
+    """A refused request; its `body` is OpenAI's error object."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, kind="invalid_request_error", param=param, code=code)
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def integer(body: Mapping[str, Any], name: str, default: int, *, least: int | None = None) -> int:

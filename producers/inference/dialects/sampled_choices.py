@@ -1,15 +1,75 @@
-"""One answer of the engine as the dialects show it: cut at its stop, with its text and the versions of its tokens."""
+"""One answer of the engine as the dialects show it, whole or while it grows: cut at its stop, with text and versions.
+
+A growing text is decoded from a token before its new tokens on, and the text of earlier tokens is kept, since further
+tokens are assumed only to add to a text, except to an incomplete character at its end. The whole text is decoded if
+they change more. A tokenizer with byte tokens also shows complete characters next to an incomplete one as U+FFFD. A
+stop with U+FFFD may be found late.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollstream.producers.inference.decoding import DecodeResult, PolicySpan, SampledSequence
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.inference.dialects.sampling_parameters import SamplingParameters, SamplingRequest
-from rollstream.producers.inference.dialects.stop_strings import UNKNOWN_CHARACTER, contains_stop, stopped_length
 from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.errors import RollstreamError
+
+UNKNOWN_CHARACTER = "\ufffd"
+"""Text of a character whose tokens are incomplete."""
+_CHARACTER_BYTES = 4
+"""Bytes of the longest character in UTF-8; a token has at least one byte."""
+
+
+def contains_stop(text: str, stops: Sequence[str]) -> bool:
+    """Whether a stop is in a text."""
+    return any(stop in text for stop in stops)
+
+
+def stopped_length(tokens: Sequence[int], stops: Sequence[str], tokenizer: TokenCodec) -> int:
+    """Return the number of tokens up to the one that completes the first stop. The text of `tokens` contains a stop.
+
+    The search begins at the end, because the engine ends a row soon after its stop.
+    """
+    # At length `none` the text contains no stop, and at length `some` it does.
+    none, some, step = 0, len(tokens), 1
+    while some - none > 1:
+        middle = max((none + some) // 2, some - step)
+        if length := _settled_length(tokens, none, middle, stops, tokenizer):
+            some, step = length, 2 * step
+        else:
+            none = middle
+    return some
+
+
+def _settled_length(tokens: Sequence[int], none: int, length: int, stops: Sequence[str], tokenizer: TokenCodec) -> int:
+    """Return the largest length up to `length` at which the text contains a stop; 0 if no earlier text does.
+
+    An incomplete character at the end of a text may hide a stop before it, so the text without that character decides.
+    """
+    for count in range(length, max(none, length - _CHARACTER_BYTES), -1):
+        text = tokenizer.decode(tokens[:count])
+        if contains_stop(text, stops):
+            return count
+        if not text.endswith(UNKNOWN_CHARACTER):
+            break
+    return 0
+
+
+def has_new_stop(tokens: Sequence[int], new: int, stops: Sequence[str], tokenizer: TokenCodec) -> bool:
+    """Whether the text of `tokens` contains a stop, if it contained none before the last `new` tokens.
+
+    Decodes only as many tokens as a stop among the new ones may have, unless an incomplete character may have hidden a
+    stop. If some of them have no text, a stop may be missed; the answer is cut at it once it is complete.
+    """
+    before = len(tokens) - new
+    start = max(0, before - _CHARACTER_BYTES * (max(map(len, stops)) + 1))  # it may begin within a character
+    hidden = tokenizer.decode(tokens[start:before]).endswith(UNKNOWN_CHARACTER)
+    # A token may have another text at the beginning than elsewhere, so the whole text decides.
+    return (hidden or contains_stop(tokenizer.decode(tokens[start:]), stops)) and contains_stop(
+        tokenizer.decode(tokens), stops
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,3 +187,65 @@ def _first_stop(
         start, stop = min((start, stop) for stop in parameters.stop if (start := prefix.find(stop)) >= 0)
         return length, prefix[:start], stop
     return count, text, reason
+
+
+class GrowingText:
+    """The text of tokens, to which further tokens are added."""
+
+    def __init__(self, tokenizer: TokenCodec) -> None:
+        self._tokenizer = tokenizer
+        self._text = ""
+        """Text of the first `_settled` tokens, whose last character is complete."""
+        self._settled = 0
+        self._start = 0
+        """Token from which on tokens are decoded. The text of those from here to `_settled` is not empty, since a token
+        may have another text at the beginning than elsewhere."""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of all tokens, which begin with those of earlier calls."""
+        known = self._tokenizer.decode(tokens[self._start : self._settled])
+        window = self._tokenizer.decode(tokens[self._start :])
+        text = self._text + window[len(known) :] if window.startswith(known) else self._tokenizer.decode(tokens)
+        if not text.endswith(UNKNOWN_CHARACTER):
+            if len(text) > len(self._text):
+                self._start = self._settled
+            self._text, self._settled = text, len(tokens)
+        return text
+
+
+class GrowingChoice:
+    """The answer to one prompt."""
+
+    def __init__(
+        self, index: int, prompt: Sequence[int], parameters: SamplingParameters, tokenizer: TokenCodec
+    ) -> None:
+        self._index, self._prompt = index, prompt
+        self._parameters, self._tokenizer = parameters, tokenizer
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._text = GrowingText(tokenizer)
+        self._stopped = False
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> SampledChoice | None:
+        """Return the choice with these further tokens, without its versions and finish reason; None if it was already
+        cut at a stop. The choice is valid until the next call."""
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+        if self._stopped:
+            return None
+        text = self._text.text_of(self._tokens)
+        if contains_stop(text, self._parameters.stop) or not self._parameters.stop_token_ids.isdisjoint(tokens):
+            row = SampledSequence(self._tokens, self._logprobs, finish_reason="length")
+            choice = sampled_choice(self._index, self._prompt, row, self._parameters, self._tokenizer, complete=False)
+            self._stopped = choice.stop_reason is not None
+            return choice
+        return SampledChoice(
+            index=self._index,
+            prompt=self._prompt,
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            text=text,
+            finish_reason=None,
+            stop_reason=None,
+            versions=(),
+        )

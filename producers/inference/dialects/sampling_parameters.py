@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollstream.producers.inference.dialects import fields
-from rollstream.producers.inference.dialects.refusals import CONTEXT_TOO_LONG, BadRequest
+from rollstream.producers.inference.dialects.fields import CONTEXT_TOO_LONG, BadRequest
 
 MAX_STOPS = 4
 MAX_STOP_TOKENS = 32

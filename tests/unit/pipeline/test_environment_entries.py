@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.roles.env import worker_name
+from rollstream.pipeline.run.learner_start import warm_start_examples
 from rollstream.pipeline.run.run_environments import environments_of
-from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.topics.errors import ConfigurationError
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow.environment_counts import EnvironmentCounts
 from rollstream.producers.flow.flow_control import FlowControl, PartitionProgress, RunProgress
+from rollstream.producers.flow.rollout_counts import EnvironmentCounts
 from rollstream.topics.records import FateCount, JournalRecord
 from rollstream.topics.records.journal import JournalCounts
 from tests.support.journal_records import journal_record

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollstream.pipeline.launch.scale_report import ScaleReport
-from rollstream.pipeline.launch.scale_series import ScalePoint, ScaleSeries
-from rollstream.pipeline.run.reading_evidence import Coverage, Handover
+from rollstream.pipeline.launch.scale_series import Coverage, Handover, ScalePoint, ScaleSeries
 
 
 def series(*processes: int) -> ScaleSeries:

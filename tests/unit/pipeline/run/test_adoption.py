@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from rollstream.consumers.files.atomic_files import lock_directory, write_json
-from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE
 from rollstream.pipeline.run.orphans import read
 from rollstream.pipeline.run.process_registry import ProcessRegistry
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import NO_EXIT_CODE, RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.errors import ConfigurationError
 from tests.support.paths import ROOT
@@ -49,7 +48,7 @@ SUPERVISING = """
 import json, sys
 from pathlib import Path
 from rollstream.pipeline.run.process_registry import ProcessRegistry
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 adoption_s, configuration, roles = json.loads(sys.argv[1])
 registry = ProcessRegistry(Path("processes"), configuration, adoption_s=adoption_s)

@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.pipeline.run import broker_wait
 from rollstream.pipeline.run.role_process import READY_VARIABLE, RolePhase
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable

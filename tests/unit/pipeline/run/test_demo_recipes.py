@@ -8,9 +8,8 @@ from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.command_line.command_parser import config_of
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.learner_start import check_lengths, demonstrated, warm_start_examples
 from rollstream.pipeline.run.run_environments import environments_of
-from rollstream.pipeline.run.warm_start import demonstrated, warm_start_examples
 from rollstream.producers.inference.chat.selection import chat_template
 from rollstream.topics.errors import ConfigurationError
 from tests.support.paths import ROOT

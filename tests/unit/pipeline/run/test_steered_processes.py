@@ -9,11 +9,10 @@ import pytest
 from rollstream.infra.broker.ports import free_port_row
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import counts, role_of
-from rollstream.pipeline.run.plan import process_spec
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.plan import ServicePorts, process_spec
 from rollstream.pipeline.run.run_environments import played_by
-from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with, with_numbers
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.topics.control.steering import NOW, DesiredState
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import DesiredProcesses, EvaluationRequest, RequestAnswer

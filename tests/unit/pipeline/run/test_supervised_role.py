@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.supervised_role import SupervisedRole, Unstarted
+from rollstream.pipeline.run.supervised_role import RoleSpec, SupervisedRole, Unstarted
 
 
 def test_a_role_that_could_not_be_started_has_no_group_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ import pytest
 
 from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
-from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.supervised_role import LOG_BYTES
+from rollstream.pipeline.run.supervised_role import LOG_BYTES, RoleSpec
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded, Fenced
 from rollstream.topics.logs import JsonFormatter
@@ -468,7 +467,7 @@ import sys, time
 from pathlib import Path
 from rollstream.pipeline.run.role_process import Interrupts
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
-from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 interrupts = Interrupts()
 interrupts.install()

@@ -4,7 +4,7 @@ import pytest
 
 from rollstream.pipeline.rescoring.consequences import LearnerConsequences, WrongStep, errors_of
 from rollstream.pipeline.rescoring.corrected_fold import CorrectedPartition
-from rollstream.pipeline.rescoring.rescoring import Rescoring
+from rollstream.pipeline.rescoring.rescorer import Rescoring
 from rollstream.pipeline.tools.rescore import RescoringReport, rescoring_text
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rollstream.producers.config import CurriculumConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Prompt, Score, SingleTurn, Split
-from rollstream.producers.flow.curriculum import difficulty_weight, groups_counted
-from rollstream.producers.flow.mixture import Mixture
+from rollstream.producers.flow.mixture import Mixture, PromptOrder, difficulty_weight, groups_counted
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import EnvironmentState, MixtureState
@@ -255,3 +254,39 @@ def test_pools_of_other_prompts_or_none_at_all_are_left_out(packed: bytes) -> No
 def test_a_share_beyond_1_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"curriculum.{name} is 1.5"):
         CurriculumConfig(**{name: 1.5})
+
+
+SIZES = st.integers(1, 40)
+
+
+@given(prompts=SIZES, workers=st.integers(1, 7), epochs=st.integers(1, 3), seed=st.text(max_size=5))
+def test_all_workers_together_draw_each_prompt_once_in_every_epoch(
+    prompts: int, workers: int, epochs: int, seed: str
+) -> None:
+    orders = [PromptOrder(prompts, seed=seed, worker=i, workers=workers) for i in range(workers)]
+    drawn: list[list[int]] = [[] for _ in range(epochs)]
+    for order in orders:
+        while order.epoch < epochs:
+            drawn[order.epoch].append(order.draw())
+    assert [sorted(epoch) for epoch in drawn] == [list(range(prompts))] * epochs
+
+
+@given(prompts=SIZES, workers=st.integers(1, 4), before=st.integers(0, 60), after=st.integers(0, 60))
+def test_an_order_that_goes_on_draws_what_an_uninterrupted_one_would(
+    prompts: int, workers: int, before: int, after: int
+) -> None:
+    whole = PromptOrder(prompts, seed="s", worker=workers - 1, workers=workers)
+    expected = [whole.draw() for _ in range(before + after)]
+    rest = PromptOrder(prompts, seed="s", worker=workers - 1, workers=workers, drawn=before)
+    assert [rest.draw() for _ in range(after)] == expected[before:]
+    assert rest.drawn == whole.drawn
+
+
+def test_the_seed_and_the_epoch_change_the_order() -> None:
+    def epoch(seed: str, number: int) -> list[int]:
+        order = PromptOrder(50, seed=seed, drawn=50 * number)
+        return [order.draw() for _ in range(50)]
+
+    assert len({tuple(epoch(seed, number)) for seed in ("a", "b") for number in (0, 1)}) == 4
+    assert epoch("a", 0) == epoch("a", 0)
+    assert Counter(epoch("a", 0)) == Counter(epoch("a", 1))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.producers.trajectories.collector import TrajectoryCollector
-from rollstream.producers.trajectories.steps import ChunkStepResult
+from rollstream.producers.trajectories.collector import ChunkStepResult, TrajectoryCollector
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.wire.codec import encode

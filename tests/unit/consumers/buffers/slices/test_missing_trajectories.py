@@ -14,8 +14,7 @@ from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
 from rollstream.consumers.buffers.slices.state import SliceSide
 from rollstream.consumers.buffers.trajectories.filler import put
-from rollstream.producers.trajectories.collector import TrajectoryCollector
-from rollstream.producers.trajectories.steps import ChunkStepResult
+from rollstream.producers.trajectories.collector import ChunkStepResult, TrajectoryCollector
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.trajectory_arrays import Trajectory, to_record
 

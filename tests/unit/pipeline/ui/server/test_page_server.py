@@ -13,8 +13,7 @@ import pytest
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.server.answers import CONTENT_SECURITY
-from rollstream.pipeline.ui.server.page_files import PageFiles
-from rollstream.pipeline.ui.server.page_server import PageServer
+from rollstream.pipeline.ui.server.page_server import PageFiles, PageServer
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError

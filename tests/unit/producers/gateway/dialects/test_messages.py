@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from rollstream.producers.episodes.call_sequences import CallSequences
 from rollstream.producers.gateway.dialects.messages import MessageStream, chat_request, error_body
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from tests.unit.producers.gateway.dialects.chat_parts import ANSWERS, Answer, events_and_whole, ids
 
 USER = {"role": "user", "content": "8+9?"}

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from rollstream.producers.episodes.call_sequences import CallSequences, token_digest
 from rollstream.producers.gateway.dialects.responses import ResponseStream, chat_request
-from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.fields import BadRequest
 from rollstream.producers.json_text import readable
 from rollstream.topics.records import CallAnswer, ModelCall
 from tests.unit.producers.gateway.dialects.chat_parts import ANSWERS, Answer, events_and_whole, ids

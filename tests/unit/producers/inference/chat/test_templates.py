@@ -11,11 +11,16 @@ from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_token
 from rollstream.producers.inference.chat import hermes
 from rollstream.producers.inference.chat.conversations import ConversationMemory
 from rollstream.producers.inference.chat.jinja_template import JinjaTemplate
-from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, call_object
 from rollstream.producers.inference.chat.selection import chat_template
-from rollstream.producers.inference.chat.template import ChatTemplate, TemplateRefused
-from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
-from rollstream.producers.inference.dialects.chat_messages import parse_messages
+from rollstream.producers.inference.chat.template import (
+    ChatTemplate,
+    Message,
+    SampledTurn,
+    TemplateRefused,
+    Tool,
+    call_object,
+)
+from rollstream.producers.inference.dialects.chat_completions import ChatCompletions, parse_messages
 from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, held_back
 from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits
 from rollstream.topics.errors import ConfigurationError, RollstreamError

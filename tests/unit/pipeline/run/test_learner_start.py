@@ -10,7 +10,7 @@ import pytest
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.run.warm_start import examples_from, warm_start_examples
+from rollstream.pipeline.run.learner_start import examples_from, warm_start_examples
 from rollstream.topics.errors import ConfigurationError
 
 TOKENIZER = CharacterTokenizer()

@@ -1,14 +1,19 @@
-"""Names the stage of a run that starves or blocks the other stages if no step is made for long. Pure.
+"""What is wrong with a run that goes on: a stage that starves the others, environments that teach nothing, crash loops.
 
-It goes from the learner back to the environments, and names the first stage that has input and passes nothing on: the
-stages before it wait, and the stages after it starve.
+A stalled stage is sought from the learner back to the environments: the first that has input and passes nothing on,
+because the stages before it wait, and the stages after it starve. An environment teaches nothing if every group of many
+policy versions was dropped for equal rewards. All functions are pure.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
+from rollstream.topics.records import FateCount
+from rollstream.topics.records.fates import BATCHED, dropped_for
 
 STEP_PATIENCE_S = 600.0
 """Time without a step after which a run may count as stalled."""
@@ -141,3 +146,78 @@ def _environments(facts: FlowFacts) -> Stall:
             _ENV, f"environments wait for room: {facts.in_flight:,} rollouts are in flight, and none gets a fate"
         )
     return Stall(_ENV, f"environments produce nothing: {len(workers)} workers play, but no rollout arrives")
+
+
+FLAT_VERSIONS = 20
+"""Versions without a batched rollout after which an environment counts as flat."""
+_FLAT = (dropped_for("zero_variance"), dropped_for("zero_advantage"))
+
+
+class _Taught(NamedTuple):
+    """When a rollout of an environment was last batched."""
+
+    version: int
+    batched: int
+    flat: int
+    """Rollouts that had been dropped for equal rewards by then."""
+
+
+class FlatEnvironments:
+    """The environments that are flat, by the counts of the journal."""
+
+    def __init__(self) -> None:
+        self._taught: dict[str, _Taught] = {}
+
+    def look(self, counts: Iterable[FateCount], version: int) -> tuple[str, ...]:
+        """Return the names of the environments that are flat at this policy version. Call it often."""
+        fates: dict[str, Counter[str]] = {}
+        for count in counts:
+            fates.setdefault(count.environment, Counter())[count.fate] += count.rollouts
+        flat = []
+        for name, now in fates.items():
+            dropped, taught = sum(now[fate] for fate in _FLAT), self._taught.get(name)
+            if taught is None or now[BATCHED] != taught.batched:
+                self._taught[name] = taught = _Taught(version, now[BATCHED], dropped)
+            if version - taught.version >= FLAT_VERSIONS and dropped > taught.flat:
+                flat.append(name)
+        return tuple(sorted(flat))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrashLoop:
+    """The last exit of a role that exits again and again."""
+
+    exits: int
+    """Exits within the window."""
+    cause: str
+    """How it exited, and its last error or the end of its log."""
+    again_in_s: float
+    """Pause until it is started again; infinite if another process has its place, so that it is not."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the role is not started again."""
+        return self.again_in_s == math.inf
+
+
+class LoopWatch:
+    """Compares the crash loops with those that it already reported."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._told: dict[str, CrashLoop] = {}
+
+    def look(self, loops: Mapping[str, CrashLoop]) -> list[str]:
+        """Return a warning for each role that began to loop or exited for another reason, and a line for each that
+        recovered."""
+        lines = []
+        for name, loop in loops.items():
+            before = self._told.get(name)
+            if before is None or before.cause != loop.cause:
+                again = "not started again" if loop.is_final else f"started again in {loop.again_in_s:.0f} s"
+                lines.append(
+                    f"warning: role {name} {loop.cause}; run {self._run} continues without this role, which is {again}"
+                )
+        lines += [f"role {name} has recovered" for name in self._told if name not in loops]
+        self._told = dict(loops)
+        return lines

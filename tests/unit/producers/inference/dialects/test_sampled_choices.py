@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
 from rollstream.producers.inference.decoding import SampledSequence
-from rollstream.producers.inference.dialects.growing_choice import GrowingText
-from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, sampled_choice
+from rollstream.producers.inference.dialects.sampled_choices import (
+    GrowingText,
+    SampledChoice,
+    has_new_stop,
+    sampled_choice,
+)
 from rollstream.producers.inference.dialects.sampling_parameters import SamplingParameters
-from rollstream.producers.inference.dialects.stop_strings import has_new_stop
 from rollstream.producers.inference.token_codec import TokenCodec
 from tests.support.checkpoints import write_tokenizer
 from tests.support.producing import CountingCodec

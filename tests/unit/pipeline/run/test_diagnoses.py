@@ -1,12 +1,21 @@
 """A run that makes no step for long names the stage that starves or blocks it, in every way in which a stage can."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
-from rollstream.pipeline.run.stalled_stage import FlowFacts, stalled_stage
+from rollstream.pipeline.run.diagnoses import (
+    FLAT_VERSIONS,
+    CrashLoop,
+    FlatEnvironments,
+    FlowFacts,
+    LoopWatch,
+    stalled_stage,
+)
+from rollstream.topics.records import FateCount
 
 PATIENCE_S = 600.0
 
@@ -93,3 +102,55 @@ def test_five_steps_as_long_as_the_others_make_a_stall_of_a_slow_run() -> None:
     slow = replace(STILL, median_step_s=200.0, step_age_s=1000.0)
     assert stalled_stage(slow, PATIENCE_S) is not None
     assert stalled_stage(replace(slow, step_age_s=999.0), PATIENCE_S) is None
+
+
+def counts(environment: str, **fates: int) -> list[FateCount]:
+    return [
+        FateCount(environment=environment, fate=fate.replace("__", ":"), rollouts=rollouts, tokens=0)
+        for fate, rollouts in fates.items()
+    ]
+
+
+def test_an_environment_is_flat_from_the_last_version_on_and_until_a_rollout_is_batched() -> None:
+    flat = FlatEnvironments()
+    assert flat.look(counts("easy", dropped__zero_variance=40, batched=8), 5) == ()
+    idle = counts("idle", batched=3, dropped__zero_variance=1)
+    assert flat.look([*counts("easy", dropped__zero_variance=80, batched=8), *idle], 4 + FLAT_VERSIONS) == ()
+    two = [
+        *counts("easy", dropped__zero_variance=40, dropped__zero_advantage=1, batched=8),
+        *counts("late", dropped__late=9),
+    ]
+    assert flat.look([*two, *idle], 5 + FLAT_VERSIONS) == ("easy",)
+    assert flat.look([*two, *idle], 500) == ("easy",), "nothing of the others was dropped for equal rewards since"
+    assert flat.look([*counts("easy", dropped__zero_variance=90, batched=12), *idle], 501) == ()
+    assert flat.look(counts("easy", dropped__zero_variance=91, batched=12), 501 + FLAT_VERSIONS) == ("easy",)
+
+
+def test_counts_of_all_partitions_are_one_environments() -> None:
+    flat = FlatEnvironments()
+    parts = [*counts("e", dropped__zero_variance=4), *counts("e", batched=4)]
+    assert flat.look(parts, 0) == ()
+    assert flat.look([*counts("e", dropped__zero_variance=8), *counts("e", batched=4)], FLAT_VERSIONS) == ("e",)
+    assert flat.look([*counts("e", dropped__zero_variance=8), *counts("e", batched=8)], FLAT_VERSIONS) == ()
+
+
+def loop(cause: str, exits: int = 4) -> CrashLoop:
+    return CrashLoop(exits=exits, cause=cause, again_in_s=60.0)
+
+
+def test_a_loop_is_told_once_for_each_cause_and_so_is_its_end() -> None:
+    watch = LoopWatch("main")
+    assert watch.look({}) == []
+    (line,) = watch.look({"env-1": loop("exited with code 2: no server")})
+    assert "role env-1 exited with code 2: no server; run main continues without this role" in line
+    assert "in 60 s" in line
+    assert watch.look({"env-1": loop("exited with code 2: no server", exits=5)}) == []
+    assert len(watch.look({"env-1": loop("exited with signal SIGKILL")})) == 1
+    assert watch.look({}) == ["role env-1 has recovered"]
+    assert watch.look({}) == []
+
+
+def test_a_role_that_gave_way_to_another_process_is_said_not_to_be_started_again() -> None:
+    fenced = CrashLoop(exits=1, cause="gave way to another process", again_in_s=math.inf)
+    (line,) = LoopWatch("main").look({"group-1": fenced})
+    assert line.endswith("continues without this role, which is not started again")

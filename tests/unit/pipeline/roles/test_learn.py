@@ -2,7 +2,7 @@
 
 import threading
 
-from rollstream.pipeline.roles.busy_progress import BusyProgress
+from rollstream.pipeline.roles.learn import BusyProgress
 from tests.support.waiting import eventually
 
 

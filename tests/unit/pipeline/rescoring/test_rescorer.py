@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.rescoring.consequences import LearnerConsequences
-from rollstream.pipeline.rescoring.corrected_fold import CorrectedPartition
-from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
-from rollstream.pipeline.rescoring.reward_changes import RewardChanges
+from rollstream.pipeline.rescoring.corrected_fold import CorrectedPartition, RewardChanges
+from rollstream.pipeline.rescoring.rescorer import Rescoring, rescoring_of
 from rollstream.pipeline.tools.rescore import RescoringReport, rescoring_text
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import RescoredRollout

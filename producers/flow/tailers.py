@@ -1,30 +1,80 @@
-"""Follows `journal`, `batch-index`, `steps` and `control` of a run in a separate thread, for flow control.
+"""Followers of a run's topics in separate threads, for the flow control of workers and gateways.
 
-At start it reads each journal partition from the last record that holds every count, and the other topics from the
-beginning. It looks into `rollouts` once, for the last record that grouping has not read.
+At start a JournalTailer reads each journal partition from the last record that holds every count, and the other topics
+from the beginning. It looks into `rollouts` once, for the last record that grouping has not read.
+
+A LabelTailer reads the committed positions of the labeling processes, so it costs two requests a second, however many
+rollouts are labeled.
 """
 
+import asyncio
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Self
 
-from rollstream.producers.flow.environment_counts import EnvironmentCounts
-from rollstream.producers.flow.flow_control import PartitionProgress, RunProgress
-from rollstream.producers.flow.learner_consumption import LearnerConsumption
-from rollstream.producers.flow.tailer import Tailer
+from rollstream.producers.config import CapacityConfig
+from rollstream.producers.flow.flow_control import FlowControl, LabelingPosition, PartitionProgress, RunProgress
+from rollstream.producers.flow.rollout_counts import EnvironmentCounts, LearnerConsumption
+from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import RETIRED, note_named
-from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
-from rollstream.topics.kafka.reader import ends_of_records, read_to_end
+from rollstream.topics.kafka.labeling_progress import LabelingProgress
+from rollstream.topics.kafka.reader import Reader, ends_of_records, read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
 from rollstream.topics.records.journal import JournalCounts
 from rollstream.topics.wire.catalogue import topic_name
+
+logger = logging.getLogger(__name__)
+
+
+class Tailer(Closing):
+    """Runs `_follow` in a thread between `start` and `close`; use it as a context manager."""
+
+    def __init__(self, kafka: KafkaConfig, name: str) -> None:
+        self._kafka = kafka
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(self._kafka.patience_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def _check(self) -> None:
+        """Raise the error that stopped the thread, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:  # `_check` raises it in the caller's thread
+            self._error = error
+
+    def _follow(self) -> None:
+        """Follow until `_stop` is set; subclasses define it."""
+        raise NotImplementedError
+
 
 _FIRST_LOOK_BACK = 16
 
@@ -152,3 +202,86 @@ class JournalTailer(Tailer):
         counts = PartitionProgress.of(newest.position, self._counts[partition])
         self._consumption.add_journal(partition, newest.batch_number, counts.batched)
         self._progress = replace(self._progress, partitions={**self._progress.partitions, partition: counts})
+
+
+_INTERVAL_S = 0.5
+
+
+class LabelTailer(Tailer):
+    """Keeps `positions` up to date."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, group: str) -> None:
+        """`group` is the full name of the consumer group of the labeling processes."""
+        super().__init__(kafka, "label-tailer")
+        self._group = group
+        self._topic = topic_name(run, "unlabelled")
+        self._positions: dict[int, LabelingPosition] = {}
+        self.waiting: dict[int, range] = {}
+        """Offsets that waited for a label when the tailer started, by partition."""
+
+    def start(self) -> None:
+        """Read the positions once and start the thread. Raises TopicError, BrokerUnavailable."""
+        # Read the ends first, so that rollouts labeled before the positions are read do not count as waiting.
+        bounds = topic_admin.bounds(self._kafka, self._topic)
+        with closing(Reader(self._kafka, group=self._group)) as reader:
+            self._positions = self._read(reader, len(bounds))
+        for partition, (begin, end) in bounds.items():
+            labeled = self._positions.get(partition)
+            self.waiting[partition] = range(max(begin, labeled.position if labeled else begin), end)
+        super().start()
+
+    @property
+    def positions(self) -> dict[int, LabelingPosition]:
+        """The newest positions, by partition; none before labeling has begun. Raises the error that stopped the
+        thread, if any."""
+        self._check()
+        return self._positions
+
+    def _follow(self) -> None:
+        with closing(Reader(self._kafka, group=self._group)) as reader:
+            while not self._stop.wait(_INTERVAL_S):
+                self._update(lambda: self._read(reader, len(self.waiting)))
+
+    def _update(self, read: Callable[[], dict[int, LabelingPosition]]) -> None:
+        try:
+            self._positions = read()
+        except BrokerUnavailable as error:
+            # An open transaction hides the positions; old positions only make the worker wait longer.
+            event(logger, "labeling_positions_not_read", level=logging.WARNING, error=str(error))
+
+    def _read(self, reader: Reader, partitions: int) -> dict[int, LabelingPosition]:
+        places = reader.committed(self._topic, range(partitions), f"reading offsets of group {self._group}")
+        return {
+            place.partition: LabelingPosition(place.offset, LabelingProgress.decode(place).written)
+            for place in places
+            if place.offset >= 0
+        }
+
+
+async def open_flow(
+    stack: ExitStack,
+    kafka: KafkaConfig,
+    run: str,
+    capacity: CapacityConfig | None,
+    labeled: Collection[str] = (),
+    labeling_group: str = "",
+) -> tuple[FlowControl | None, Callable[[], RunProgress] | None]:
+    """Return the flow control and a reader of the run's progress, both None without `capacity`.
+
+    `stack` closes the clients. `labeled` are the environments whose rollouts wait for labels, and `labeling_group` is
+    the full name of the labelers' consumer group. Raises ConfigurationError, TopicError, BrokerUnavailable.
+    """
+    if capacity is None:
+        return None, None
+    if labeled and not labeling_group:
+        raise ConfigurationError(f"environments {', '.join(labeled)} wait for labels, but no labeling_group is given")
+    tailer = JournalTailer(kafka, run)
+    stack.callback(tailer.close)
+    await asyncio.to_thread(tailer.start)
+    if not labeled:
+        return FlowControl(capacity, tailer.rollout_ends), lambda: tailer.progress
+    labels = LabelTailer(kafka, run, labeling_group)
+    stack.callback(labels.close)
+    await asyncio.to_thread(labels.start)
+    flow = FlowControl(capacity, tailer.rollout_ends, labels.waiting)
+    return flow, lambda: replace(tailer.progress, labeling=labels.positions)

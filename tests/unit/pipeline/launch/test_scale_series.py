@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.pipeline.run.reading_evidence import Coverage, Reading, coverage, handovers
+from rollstream.pipeline.launch.scale_series import Coverage, Reading, coverage, handovers
 
 FIRST, SECOND = "r/grouper/0", "r/grouper/1"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
+from rollstream.pipeline.run.observer import LabelingState, LabelingWatch
 from rollstream.topics.config import KafkaConfig
 from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World, installed
