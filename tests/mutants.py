@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant("attested", "pipeline/audit/attestation/evidence.py", AUDIT,
            "an attestation trusts the digest that a batch carries",
            "        if digest != batch.digest:\n", "        if False:\n"),
-    Mutant("leaves", "pipeline/audit/merkle_tree.py", AUDIT, "a node of the tree passes for an entry",
+    Mutant("leaves", "pipeline/audit/attestation/trees.py", AUDIT, "a node of the tree passes for an entry",
            "blake3(_NODE + left + right", "blake3(left + right"),
     # -------------------- learner
     Mutant("clip", "consumers/learner/training/surrogates.py", LOSSES,

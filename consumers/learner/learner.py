@@ -32,9 +32,8 @@ from rollstream.consumers.learner.records.served_metrics import serve_newest
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
-from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.snapshot import Snapshots, device_checksum
-from rollstream.consumers.learner.training.throughput import throughput_metrics
+from rollstream.consumers.learner.training.step_figures import mismatch_warning, throughput_metrics
 from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
 from rollstream.consumers.models.config import manifest_model
 from rollstream.consumers.weights.content import converted

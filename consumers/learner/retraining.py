@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.input.past_steps import batches_of
+from rollstream.consumers.learner.input.batch_selection import batches_of
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.input.step_loader import BatchLoader, LoadedStep
 from rollstream.consumers.learner.parallel.team import Alone, Team

@@ -18,10 +18,10 @@ from rollstream.topics.logs import event
 from rollstream.topics.user_code import load_object
 
 TRACKERS = {
-    "trackio": "rollstream.consumers.trackers.trackio_tracker:TrackioTracker",
-    "wandb": "rollstream.consumers.trackers.wandb_tracker:WandbTracker",
-    "tensorboard": "rollstream.consumers.trackers.tensorboard_tracker:TensorBoardTracker",
-    "jsonl": "rollstream.consumers.trackers.jsonl_tracker:JsonLinesTracker",
+    "trackio": "rollstream.consumers.trackers.trackers:TrackioTracker",
+    "wandb": "rollstream.consumers.trackers.trackers:WandbTracker",
+    "tensorboard": "rollstream.consumers.trackers.trackers:TensorBoardTracker",
+    "jsonl": "rollstream.consumers.trackers.trackers:JsonLinesTracker",
 }
 """Built-in trackers, by their names in `tracker.to`."""
 

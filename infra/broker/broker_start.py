@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import rollstream.infra.broker.child_keeper
 from rollstream.infra.broker.broker_state import BrokerState, find, read, write
-from rollstream.infra.broker.jars import KAFKA_VERSION
+from rollstream.infra.broker.java_runtime import KAFKA_VERSION
 from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.launch_commands import LaunchCommand, prepare
 from rollstream.infra.broker.ports import port_in_use

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.broker.jars import Jars, find_jars
-from rollstream.infra.broker.java import JAVA_NEEDED, JavaRuntime, find_java, packaged_java
+from rollstream.infra.broker.java_runtime import JAVA_NEEDED, Jars, JavaRuntime, find_jars, find_java, packaged_java
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.logs import event
 

@@ -18,8 +18,7 @@ from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP
 from rollstream.producers.flow.mixture_states import environments_played
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control import steering
-from rollstream.topics.control.named_records import write
-from rollstream.topics.control.paused_partitions import REASON_LIMIT
+from rollstream.topics.control.named_records import REASON_LIMIT, write
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end

@@ -29,6 +29,7 @@ from rollstream.pipeline.deployment.container_settings import (
     container_secrets,
     container_settings,
     is_secured,
+    secrets_of,
     variables_of,
 )
 from rollstream.pipeline.deployment.description import (
@@ -46,7 +47,6 @@ from rollstream.pipeline.deployment.description import (
     counts,
     role_of,
 )
-from rollstream.pipeline.deployment.role_secrets import secrets_of
 from rollstream.pipeline.deployment.scaling import bounds, lag_query
 from rollstream.pipeline.deployment.yaml_text import render_yaml
 from rollstream.pipeline.settings import is_setting_variable, variable_of

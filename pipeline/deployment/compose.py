@@ -26,6 +26,7 @@ from rollstream.pipeline.deployment.container_settings import (
     container_secrets,
     container_settings,
     is_secured,
+    secrets_of,
     variables_of,
 )
 from rollstream.pipeline.deployment.description import (
@@ -37,7 +38,6 @@ from rollstream.pipeline.deployment.description import (
     process_name,
     role_of,
 )
-from rollstream.pipeline.deployment.role_secrets import secrets_of
 from rollstream.pipeline.deployment.yaml_text import render_yaml
 from rollstream.topics.errors import ConfigurationError
 

@@ -3,7 +3,7 @@
 The caller names the hosts; everything else comes from the run's own settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import tomli_w
 
-from rollstream.pipeline.config import RunConfig, secret_references
+from rollstream.pipeline.config import RunConfig, secret_references, secret_variables
 from rollstream.pipeline.deployment.description import ENGINE, INFER, LEARN, counts
 from rollstream.pipeline.settings import plain, variable_of
 from rollstream.topics.errors import ConfigurationError
@@ -198,3 +198,22 @@ def _directories(config: RunConfig) -> dict[str, str]:
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]", "0.0.0.0") or host.startswith("127.")
+
+
+_CONNECTION = ("kafka.client.", "kafka.registry.")
+
+
+def secrets_of(config: RunConfig, used: Collection[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return the kind (env or file) and name of each secret of a process, by dotted key.
+
+    Every process gets the secrets of its connection to Kafka; `used` are more keys or, with a dot at the end, sections.
+    """
+    sections = (*_CONNECTION, *(name for name in used if name.endswith(".")))
+    references = secret_references(config).items()
+    return {key: parts for key, parts in references if key in used or key.startswith(sections)}
+
+
+def withheld_variables(config: RunConfig, used: Collection[str]) -> frozenset[str]:
+    """Return the environment variables with secrets of the run that a process with these keys does not use."""
+    given = {name for kind, name in secrets_of(config, used).values() if kind == "env"}
+    return secret_variables(config) - given

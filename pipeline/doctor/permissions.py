@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.access_plan import sharing
-from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules
+from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules, sharing
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError

@@ -68,7 +68,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _leave(config: RunConfig, ordinal: int) -> None:
-    from rollstream.pipeline.run.numbered_processes import leave_group  # imported here because few processes need it
+    from rollstream.pipeline.run.autoscaling import leave_group  # imported here because few processes need it
 
     leave_group(config, (ordinal,))
 
@@ -94,7 +94,7 @@ def _skip(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _pause(config: RunConfig, args: argparse.Namespace) -> int:
-    from rollstream.topics.control.paused_partitions import pause, resume
+    from rollstream.topics.control.named_records import pause, resume
     from rollstream.topics.kafka import clients
 
     if not (args.place or "").isdecimal():

@@ -23,8 +23,7 @@ from rollstream.pipeline.run.diagnoses import STEP_PATIENCE_S, FlatEnvironments,
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import note_named
-from rollstream.topics.control.paused_partitions import PAUSED
+from rollstream.topics.control.named_records import PAUSED, note_named
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded, RecordError, RollstreamError
 from rollstream.topics.kafka import topic_admin

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rollstream.infra.broker.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, load, secret_variables, to_toml
+from rollstream.pipeline.deployment.container_settings import withheld_variables
 from rollstream.pipeline.deployment.description import (
     ENGINE,
     ENV,
@@ -31,7 +32,6 @@ from rollstream.pipeline.deployment.description import (
     process_name,
     role_of,
 )
-from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError

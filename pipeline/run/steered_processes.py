@@ -15,8 +15,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control.steering import REPLICAS, SCALED
 from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, process_name, role_of
 from rollstream.pipeline.run import plan as plans
-from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
-from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
+from rollstream.pipeline.run.autoscaling import GroupScaler, NumberedProcesses, ScaledRoles, grouping_processes
 from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.run_environments import played_by
 from rollstream.pipeline.run.supervised_role import RoleSpec

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.access_plan import AccessPlan, compare
-from rollstream.pipeline.deployment.access_rules import USERS, users_of
+from rollstream.pipeline.deployment.access_rules import USERS, AccessPlan, compare, users_of
 from rollstream.topics.kafka import access_control
 from rollstream.topics.kafka.access_control import AccessEntry
 

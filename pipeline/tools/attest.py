@@ -17,7 +17,6 @@ from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, RolloutCallback, evidence_of
-from rollstream.pipeline.audit.attestation.leaves import digest_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import (
     Disproved,
@@ -27,6 +26,7 @@ from rollstream.pipeline.audit.attestation.statement import (
     signed,
     statement_of,
 )
+from rollstream.pipeline.audit.attestation.trees import digest_of
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig

@@ -25,7 +25,6 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import place_of
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
 from rollstream.consumers.weights.manifests import committed_manifests, read_policies
-from rollstream.pipeline.audit.prunable_sessions import read_session_groups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
     CALLS,
@@ -43,6 +42,7 @@ from rollstream.pipeline.audit.pruning_plan import (
     PrunableBatch,
     TopicAndPartition,
     plan,
+    read_session_groups,
 )
 from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
 from rollstream.pipeline.audit.topic_reading import read_journal, valid_records

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.role_secrets import withheld_variables
+from rollstream.pipeline.deployment.container_settings import withheld_variables
 from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.ui.server.access import Access

@@ -15,8 +15,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from rollstream.producers.flow.start_progress import report_growth
-from rollstream.producers.gateway.session_names import group_of, partition_of_group
-from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, group_of, partition_of_group
 from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeliveryError, RecordError, RecordTooLarge

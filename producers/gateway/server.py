@@ -18,8 +18,7 @@ from rollstream.producers.gateway.call_routes import CallRoutes, Listener, json_
 from rollstream.producers.gateway.capture import CallCapture
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.service import SessionRequest, SessionService
-from rollstream.producers.gateway.session_names import session_key, session_of_key
-from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.sessions import CapturedSession, session_key, session_of_key
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.admission import authorised
 from rollstream.topics.errors import RecordError

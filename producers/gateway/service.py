@@ -19,8 +19,13 @@ from rollstream.producers.gateway.call_forms import AgentRequest, continued_call
 from rollstream.producers.gateway.capture import SessionLog
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
-from rollstream.producers.gateway.session_names import group_of, session_name
-from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, reward_problem
+from rollstream.producers.gateway.sessions import (
+    CapturedSession,
+    PartitionSessions,
+    group_of,
+    reward_problem,
+    session_name,
+)
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.topics.errors import RecordError, RollstreamError

@@ -23,8 +23,7 @@ from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoSuchSession, SessionClosed
 from rollstream.producers.gateway.gateway_parts import GatewayParts, gateway_parts
 from rollstream.producers.gateway.service import EpisodeStamp, WrittenRollouts
-from rollstream.producers.gateway.session_names import session_key, session_of_key
-from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.sessions import CapturedSession, session_key, session_of_key
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.worker.group_player import EpisodeFailed
 from rollstream.topics.config import KafkaConfig

@@ -21,8 +21,7 @@ from rollstream.producers.flow.policy_versions import PolicyFollower, PolicyVers
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, rollouts_of
 from rollstream.producers.gateway.service import EpisodeStamp
-from rollstream.producers.gateway.session_names import group_of, partition_of_group
-from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.sessions import CapturedSession, group_of, partition_of_group
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.worker.local_gateway import ABANDONED, LocalGateway
 from rollstream.topics.config import KafkaConfig

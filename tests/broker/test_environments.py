@@ -9,7 +9,7 @@ import aiohttp
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
-from rollstream.producers.gateway.session_names import episode_of
+from rollstream.producers.gateway.sessions import episode_of
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
 from rollstream.producers.worker.worker import WorkerReport
 from rollstream.producers.worker.worker_process import run_worker

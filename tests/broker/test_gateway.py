@@ -14,7 +14,7 @@ from aiohttp import web
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import token_digest
-from rollstream.producers.gateway.session_names import group_of, partition_of_group
+from rollstream.producers.gateway.sessions import group_of, partition_of_group
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, provisioning

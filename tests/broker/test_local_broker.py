@@ -13,8 +13,14 @@ import pytest
 from confluent_kafka.admin import NewTopic
 
 from rollstream.infra.broker.broker import ExternalBroker, LocalBroker, open_broker
-from rollstream.infra.broker.jars import REPOSITORY_VARIABLE, cache_dir, find_jars, locked_jars
-from rollstream.infra.broker.java import find_java, packaged_java
+from rollstream.infra.broker.java_runtime import (
+    REPOSITORY_VARIABLE,
+    cache_dir,
+    find_jars,
+    find_java,
+    locked_jars,
+    packaged_java,
+)
 from rollstream.infra.broker.process_identity import ProcessIdentity, identify, is_running, send
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.topics.config import KafkaConfig

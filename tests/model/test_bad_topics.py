@@ -8,8 +8,8 @@ import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, IndexReader
 from rollstream.consumers.grouping.process.bootstrap import recover
+from rollstream.consumers.learner.input.batch_selection import index_between
 from rollstream.consumers.learner.input.followed_topics import Exclusions
-from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver

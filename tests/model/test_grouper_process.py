@@ -16,7 +16,7 @@ from rollstream.pipeline.doctor.cluster import check_topics
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow.flow_control import FlowControl
 from rollstream.producers.flow.tailers import JournalTailer
-from rollstream.topics.control.paused_partitions import pause
+from rollstream.topics.control.named_records import pause
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.transactions import fence, transactional_id

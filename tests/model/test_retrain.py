@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import TopicPartition
 
+from rollstream.consumers.learner.input.batch_selection import batches_of
 from rollstream.consumers.learner.input.followed_topics import PublisherSteps
-from rollstream.consumers.learner.input.past_steps import batches_of
 from rollstream.consumers.step_log import StepLog
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, provisioning

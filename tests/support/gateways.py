@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollstream.producers.gateway.session_names import group_of
+from rollstream.producers.gateway.sessions import group_of
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire import codec

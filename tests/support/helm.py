@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from rollstream.infra.broker.jars import cache_dir
+from rollstream.infra.broker.java_runtime import cache_dir
 
 VERSION = "v3.19.5"
 _COMPILE_S = 3600.0

@@ -5,8 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from rollstream.infra.broker.jars import find_jars
-from rollstream.infra.broker.java import find_java, packaged_java
+from rollstream.infra.broker.java_runtime import find_jars, find_java, packaged_java
 from tests.support.maven_files import maven_file
 
 CLASSES = {

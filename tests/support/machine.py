@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.broker.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, LockedJar
+from rollstream.infra.broker.java_runtime import KAFKA_VERSION, REPOSITORY_VARIABLE, LockedJar
 
 CONTENT = "a broker"
 JAR = LockedJar(f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", hashlib.sha256(CONTENT.encode()).hexdigest())

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.infra.broker.jars import REPOSITORY_VARIABLE, cache_dir, sha256
+from rollstream.infra.broker.java_runtime import REPOSITORY_VARIABLE, cache_dir, sha256
 
 _FETCH_S = 900.0
 

@@ -8,7 +8,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from rollstream.infra.broker.jars import LockedJar
+from rollstream.infra.broker.java_runtime import LockedJar
 
 
 def artifact_path(jar: LockedJar) -> Path:

@@ -1,21 +1,25 @@
 """Records of `control`, each of a kind and about something with a name.
 
 The newest record of a name is valid; a tombstone withdraws it.
+
+A paused partition of `rollouts` changes no batch: its records are read later, as after a stop of the grouping process.
 """
 
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import TopicError
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import PausedPartition
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import decode_key, encode_key
@@ -119,3 +123,32 @@ class ControlWatch(Closing, Generic[R]):
 
     def _note(self, message: KafkaRecord) -> None:
         note_named(self.records, self._kind, self._type, message, self.skipped)
+
+
+PAUSED = "paused"
+"""First part of the key of a record that pauses a partition; the second is its number."""
+REASON_LIMIT = 300
+"""Largest number of characters of a reason."""
+
+
+def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:
+    """Record that grouping must stop reading a partition. Raises ConfigurationError if there is no such partition, or
+    if the reason is empty or too long."""
+    if not 0 < len(reason.strip()) <= REASON_LIMIT:
+        raise ConfigurationError(
+            f"give a reason with --reason, of 1 to {REASON_LIMIT} characters: the next operator reads it"
+        )
+    partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+    if not 0 <= partition < partitions:
+        raise ConfigurationError(f"topic rollouts of run {run} has partitions 0 to {partitions - 1}, not {partition}")
+    record = PausedPartition(partition=partition, reason=reason.strip(), wall_time=time.time())
+    write(kafka, run, PAUSED, {str(partition): record})
+
+
+def resume(kafka: KafkaConfig, run: str, partition: int) -> None:
+    """Let grouping read a partition again. Raises ConfigurationError if it is not paused."""
+    paused = {record.partition for record in read_named(kafka, run, PAUSED, PausedPartition).values()}
+    if partition not in paused:
+        names = ", ".join(map(str, sorted(paused))) or "none"
+        raise ConfigurationError(f"partition {partition} of run {run} is not paused; paused partitions: {names}")
+    write(kafka, run, PAUSED, {str(partition): None})

@@ -23,8 +23,7 @@ from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.control.named_records import ControlWatch
-from rollstream.topics.control.paused_partitions import PAUSED
+from rollstream.topics.control.named_records import PAUSED, ControlWatch
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.batch_selection import index_between
 from rollstream.consumers.learner.input.followed_topics import Exclusions
-from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.learner.input.replay_selection import PastUses, ReplaySelection
 from rollstream.consumers.learner.input.step_loader import LogSource
 from rollstream.consumers.learner.records.step_recorder import StepRecorder

@@ -24,12 +24,12 @@ from rollstream.consumers.learner.input.batch_selection import (
     StepPlan,
     StepTotals,
     chosen_rows,
+    index_between,
     share_of,
     totals_of,
     unfit_uses,
 )
 from rollstream.consumers.learner.input.followed_topics import Exclusions, PublisherSteps
-from rollstream.consumers.learner.input.past_steps import index_between
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.step_recorder import StepRecorder

@@ -19,9 +19,10 @@ from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.process.bootstrap import journal_record
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
-from rollstream.pipeline.audit.attestation.leaves import (
+from rollstream.pipeline.audit.attestation.trees import (
     TREES,
     Leaf,
+    MerkleTree,
     TreeName,
     batch_leaf,
     canonical,
@@ -34,7 +35,6 @@ from rollstream.pipeline.audit.ledger.batch_table import BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import LearnerUses, check_uses
-from rollstream.pipeline.audit.merkle_tree import MerkleTree
 from rollstream.pipeline.audit.partition_journal import CODES, DELIVERED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.refold import ends_snapshot, fold_again, skips_in
 from rollstream.pipeline.audit.topic_reading import Index, valid_records

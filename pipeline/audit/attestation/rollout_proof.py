@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from rollstream.pipeline.audit.attestation.evidence import Evidence
-from rollstream.pipeline.audit.attestation.leaves import Leaf, TreeName, canonical, uses_of_row
 from rollstream.pipeline.audit.attestation.statement import Disproved, Statement
-from rollstream.pipeline.audit.merkle_tree import root_of_path
+from rollstream.pipeline.audit.attestation.trees import Leaf, TreeName, canonical, root_of_path, uses_of_row
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records.fates import BATCHED
 

@@ -14,7 +14,7 @@ import msgspec
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut, Ends
 from rollstream.pipeline.audit.attestation.evidence import Evidence
-from rollstream.pipeline.audit.attestation.leaves import TREES, Leaf, canonical, digest_of
+from rollstream.pipeline.audit.attestation.trees import TREES, Leaf, canonical, digest_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.wire.signatures import Signer, check_public_key, is_signature
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollstream.infra.broker.jars import KAFKA_VERSION
+from rollstream.infra.broker.java_runtime import KAFKA_VERSION
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.image import application_contents as contents
 from tests.support.image.entries import USER_ID, ImageEntry, write_layer

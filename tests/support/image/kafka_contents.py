@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.broker.jars import Jars, find_jars
-from rollstream.infra.broker.java import JavaRuntime, find_java, packaged_java
+from rollstream.infra.broker.java_runtime import Jars, JavaRuntime, find_jars, find_java, packaged_java
 from rollstream.infra.config import BrokerConfig, render_properties, server_properties
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.image.entries import (

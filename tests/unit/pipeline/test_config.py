@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.pipeline.config import RunConfig, load, secret_references, to_toml
+from rollstream.pipeline.deployment.container_settings import withheld_variables
 from rollstream.pipeline.deployment.description import ROLES
-from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run import plan
 from rollstream.pipeline.run.plan import child_environment
 from rollstream.pipeline.settings import known_keys

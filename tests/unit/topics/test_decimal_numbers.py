@@ -4,8 +4,7 @@ import pytest
 
 from rollstream.consumers.labeling.positions import SOURCE, source_of
 from rollstream.consumers.weights.rollback import note_of
-from rollstream.topics.control.named_records import note_named
-from rollstream.topics.control.paused_partitions import PAUSED
+from rollstream.topics.control.named_records import PAUSED, note_named
 from rollstream.topics.control.steering import DesiredState
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.training.throughput import flops_per_token
+from rollstream.consumers.learner.training.step_figures import flops_per_token
 from rollstream.consumers.models import decoder
 from rollstream.consumers.models.adapters import without_adapters
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig, decoder_config, manifest_model

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker.jars import Jars
-from rollstream.infra.broker.java import JavaRuntime
+from rollstream.infra.broker.java_runtime import Jars, JavaRuntime
 from rollstream.infra.broker.launch_commands import cluster_id, prepare
 from rollstream.infra.broker.providers import DockerKafka, JavaKafka
 from rollstream.infra.config import BrokerConfig, BrokerLayout

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker.jars import REPOSITORY_VARIABLE
-from rollstream.infra.broker.java import find_java, java_version
+from rollstream.infra.broker.java_runtime import REPOSITORY_VARIABLE, find_java, java_version
 from rollstream.infra.broker.providers import DockerKafka, JavaKafka, choose_local, external_kafka
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.machine import Machine, script
@@ -168,7 +167,7 @@ def test_an_empty_address_in_the_environment_is_none(environment: dict[str, str]
 
 
 def test_the_packaged_java_is_that_of_the_jre_extra() -> None:
-    from rollstream.infra.broker.java import JAVA_NEEDED, packaged_java
+    from rollstream.infra.broker.java_runtime import JAVA_NEEDED, packaged_java
 
     java = packaged_java()
     assert isinstance(java, Path)

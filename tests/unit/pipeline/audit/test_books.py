@@ -14,11 +14,11 @@ from rollstream.pipeline.audit.ledger.batch_table import BatchTable
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.learners import Learners
+from rollstream.pipeline.audit.ledger.live import packed, restored, saved, unpacked
 from rollstream.pipeline.audit.ledger.trajectories import LABELED, LETTERED, RECORD, UnlabelledPartition
 from rollstream.pipeline.audit.offset_table import OffsetTable
 from rollstream.pipeline.audit.partition_journal import CARRIED, SEEN, PartitionJournal
 from rollstream.pipeline.audit.partition_journal import LETTERED as JOURNAL_LETTERED
-from rollstream.pipeline.audit.saved_state import packed, restored, saved, unpacked
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.records import BatchUse, JournalRecord, LearnerStep

@@ -9,8 +9,8 @@ import pytest
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import of_rollouts
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations, evaluation
+from rollstream.pipeline.audit.ledger.live import restored, saved
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
-from rollstream.pipeline.audit.saved_state import restored, saved
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords

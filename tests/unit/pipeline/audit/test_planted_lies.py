@@ -16,8 +16,8 @@ import pytest
 
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger.live import restored, saved
 from rollstream.pipeline.audit.ledger.proof import Books
-from rollstream.pipeline.audit.saved_state import restored, saved
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run

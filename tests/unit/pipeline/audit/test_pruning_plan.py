@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.pipeline.audit.prunable_sessions import GIVEN_UP_MS, SessionGroups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
     CALLS,
     CONTROL_TOPICS,
+    GIVEN_UP_MS,
     NO_FILLER,
     NO_LABELER,
     RECOVERY,
@@ -26,6 +26,7 @@ from rollstream.pipeline.audit.pruning_plan import (
     Positions,
     PrunableBatch,
     PrunableSessions,
+    SessionGroups,
     plan,
 )
 from rollstream.pipeline.audit.refold import beginnings

@@ -8,8 +8,8 @@ import pytest
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.tools import exclude
+from rollstream.pipeline.tools.exclude import ExclusionReport, journal_details
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
-from rollstream.pipeline.tools.exclusion_report import ExclusionReport, journal_details
 from tests.support.pairs import driver, pair
 
 LONG = "n" * 290

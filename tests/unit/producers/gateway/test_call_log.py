@@ -12,7 +12,7 @@ import pytest
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.gateway import call_log
 from rollstream.producers.gateway.call_log import CallLog
-from rollstream.producers.gateway.session_names import group_of, partition_of_group
+from rollstream.producers.gateway.sessions import group_of, partition_of_group
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.wire.codec import encode

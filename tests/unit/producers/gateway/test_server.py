@@ -11,8 +11,7 @@ from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoSuchSession
 from rollstream.producers.gateway.server import GatewayServer
 from rollstream.producers.gateway.service import SessionRequest
-from rollstream.producers.gateway.session_names import session_key
-from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.sessions import CapturedSession, session_key
 from rollstream.topics.errors import ConfigurationError
 from tests.unit.producers.gateway.test_sessions import START
 

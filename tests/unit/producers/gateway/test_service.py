@@ -14,7 +14,7 @@ from rollstream.producers.flow.flow_control import PartitionProgress, RunProgres
 from rollstream.producers.flow.policy_versions import NoPolicies
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
-from rollstream.producers.gateway.gateway_steering import GatewaySteering
+from rollstream.producers.gateway.gateway_process import GatewaySteering
 from rollstream.producers.gateway.memory_log import MemoryLog
 from rollstream.producers.gateway.service import SessionRequest, SessionService
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions

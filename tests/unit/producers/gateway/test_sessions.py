@@ -13,14 +13,15 @@ from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
-from rollstream.producers.gateway.session_names import (
+from rollstream.producers.gateway.sessions import (
+    CapturedSession,
+    PartitionSessions,
     episode_of,
     group_of,
     session_key,
     session_name,
     session_of_key,
 )
-from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SessionEvent
 from rollstream.topics.wire.validation import cancellation_problems, problems

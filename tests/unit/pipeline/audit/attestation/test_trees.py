@@ -5,7 +5,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.pipeline.audit.merkle_tree import EMPTY, MerkleTree, leaf_hash, node_hash, root_of_path
+from rollstream.pipeline.audit.attestation.trees import EMPTY, MerkleTree, leaf_hash, node_hash, root_of_path
 
 ENTRIES = st.lists(st.binary(max_size=6), max_size=70)
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.access_plan import compare, principal, wanted
-from rollstream.pipeline.deployment.access_rules import users_of
+from rollstream.pipeline.deployment.access_rules import compare, principal, users_of, wanted
 from rollstream.topics.kafka.access_control import AccessEntry
 
 

@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.broker.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars, locked_jars
-from rollstream.infra.broker.java import JavaRuntime
+from rollstream.infra.broker.java_runtime import (
+    KAFKA_VERSION,
+    REPOSITORY_VARIABLE,
+    JavaRuntime,
+    cache_dir,
+    find_jars,
+    locked_jars,
+)
 from tests.support.machine import CONTENT, JAR, Machine
 from tests.support.repository import artifact_path, serving
 
