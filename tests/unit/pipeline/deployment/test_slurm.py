@@ -40,7 +40,7 @@ def test_the_broker_and_the_roles_are_parts_of_one_job_with_options_of_their_own
 def test_with_brokers_of_its_own_a_run_is_one_part_without_a_broker(tmp_path: Path) -> None:
     script = rendered(tmp_path, "--brokers", "0", "-b", "kafka.example:9092", "--set", "learner.max_steps=3")
     assert "hetjob" not in script
-    assert "broker" not in script
+    assert "rollstream broker" not in script
     assert "--cpus-per-task=8 --mem=32G --gpus=1\n" in script
     assert "export ROLLSTREAM_LEARNER__MAX_STEPS=3\n" in script
     assert "kafka.example:9092" in script
