@@ -145,12 +145,21 @@ class TopicsConfig:
     principal: str = "User:{run}-{role}"
     """Principals of the run's users in `topics acls`, as brokers name them. {run} stands for the run, and {role} for a
     role, topics, audit or operate. Without {role}, all of them share one principal with the permissions of all."""
+    prefix_rules: bool = False
+    """Whether `topics acls` grants that one principal every name that begins with the run's, by one rule a kind of
+    resource, in place of a rule for each name: for shared brokers that limit rules. The rules then also cover runs
+    whose names begin with this run's and a dot. Needs a principal without {role}."""
 
     def __post_init__(self) -> None:
         kind, _, name = self.principal.partition(":")
         if not kind or not name or set(re.findall(r"\{(.*?)\}", self.principal)) - {"run", "role"}:
             raise ConfigurationError(
                 f"topics.principal is {self.principal!r}; it must be a kind and a name, such as User:{{run}}-{{role}}"
+            )
+        if self.prefix_rules and "{role}" in self.principal:
+            raise ConfigurationError(
+                f"topics.prefix_rules grants every user of the run everything, but topics.principal is "
+                f"{self.principal!r}, a user for each role; name one for all, such as User:{{run}}"
             )
         # With -1, brokers choose the number of replicas.
         if self.min_insync_replicas > self.replication_factor != -1:

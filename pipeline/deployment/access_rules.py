@@ -4,6 +4,7 @@
 and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run `a.b`
 begin like topics of run `a`. A prefix of groups ends in `.turn-` or `.filler-`, which no run's name contains; a prefix
 of transactional ids begins with the name of the run and a slash, which no run's name contains either.
+`topics.prefix_rules` gives this up for a run whose users share a principal, because brokers may limit the rules.
 
 A plan compares them with the brokers' rules. Only rules of the run's own principals about the run's own names are ever
 removed. Other rules that reach the run are only shown. So are rules of roles that the run does not have, and rules that
@@ -79,6 +80,20 @@ def access_rules(config: "RunConfig", user: str) -> tuple[AccessRule, ...]:
         operations = tuple(dict.fromkeys((*before, *rule.operations)))
         merged[key] = AccessRule(rule.resource, rule.name, operations, rule.prefix)
     return tuple(merged.values())
+
+
+def granted_rules(config: "RunConfig", user: str) -> tuple[AccessRule, ...]:
+    """Return the rules that `topics acls` grants a user: those of its role, or all of the run with
+    topics.prefix_rules."""
+    if not config.topics.prefix_rules:
+        return access_rules(config, user)
+    on_topics = ("Read", "Write", "Create", "Delete", "DescribeConfigs", "AlterConfigs")
+    return (
+        AccessRule("topic", f"{config.run}.", on_topics, prefix=True),
+        AccessRule("group", f"{config.run}.", ("Read",), prefix=True),
+        AccessRule("transactionalId", f"{config.run}/", ("Write",), prefix=True),
+        *EVERYONE,
+    )
 
 
 def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
@@ -207,7 +222,7 @@ def wanted(config: "RunConfig", users: Iterable[str]) -> frozenset[AccessEntry]:
             operation=operation,
         )
         for user in users
-        for rule in access_rules(config, user)
+        for rule in granted_rules(config, user)
         for operation in rule.operations
     )
 
@@ -243,6 +258,8 @@ def _shows_a_group_to_pruning(config: "RunConfig", entry: AccessEntry) -> bool:
     The user grants such rules for groups of their own. Without them, pruning deletes records that these groups have not
     read.
     """
+    if config.topics.prefix_rules:
+        return False  # Its rule covers every such group.
     pruning = (principal(config, user) for user in (PRUNE, OPERATE))
     return entry.resource == "group" and entry.operation == "Describe" and entry.principal in pruning
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules, sharing
+from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules, granted_rules, sharing
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.errors import ConfigurationError
@@ -54,7 +54,7 @@ def check_permissions(config: RunConfig, role: str, flags: str = "") -> Iterator
         )
         return
     users = sharing(config, role)
-    allowed = tuple(rule for user in users for rule in access_rules(config, user))
+    allowed = tuple(rule for user in users for rule in granted_rules(config, user))
     checked = _Role(role, access_rules(config, role), allowed, flags)
     faults = [
         *_compared("topic", topics, checked),

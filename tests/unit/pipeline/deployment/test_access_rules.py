@@ -6,6 +6,7 @@ import pytest
 
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.access_rules import compare, principal, users_of, wanted
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.access_control import AccessEntry
 
 
@@ -72,3 +73,30 @@ def test_surplus_rules_of_a_role_that_the_run_does_not_have_are_removed_if_it_is
     unnamed, named = compare(config, users_of(config), there), compare(config, ["gateway"], there)
     assert (unnamed.surplus, stale in unnamed.others) == ((), True)
     assert (named.surplus, named.others) == ((stale,), ())
+
+
+def test_rules_for_prefixes_take_the_place_of_rules_for_names_and_back() -> None:
+    named = load(flags=["topics.principal=User:main"])
+    prefixed = load(flags=["topics.principal=User:main", "topics.prefix_rules=true"])
+    by_name, by_prefix = wanted(named, users_of(named)), wanted(prefixed, users_of(prefixed))
+    assert len(by_prefix) == 10
+    forth = compare(prefixed, users_of(prefixed), by_name)
+    assert set(forth.missing) == by_prefix - by_name
+    assert set(forth.surplus) == by_name - by_prefix
+    back = compare(named, users_of(named), by_prefix)
+    assert (set(back.missing), set(back.surplus)) == (by_name - by_prefix, by_prefix - by_name)
+    for entry in by_name:
+        assert (
+            any(
+                entry.operation == rule.operation
+                and rule.resource == entry.resource
+                and entry.name.startswith(rule.name)
+                for rule in by_prefix
+            )
+            or entry.operation == "Describe"
+        ), entry
+
+
+def test_rules_for_prefixes_need_one_principal() -> None:
+    with pytest.raises(ConfigurationError, match=r"topics\.prefix_rules .* a user for each role"):
+        load(flags=["topics.prefix_rules=true"])
