@@ -265,7 +265,7 @@ MUTANTS = (
            "            self._settled"),
     Mutant("half-evaluated", "producers/worker/evaluator.py", ("producers/worker/test_evaluator.py",),
            "an evaluation cut short is never completed",
-           "if len(episodes) >= prompts[name, version]}", "if episodes}"),
+           "if len(episodes) >= needed[name, version]}", "if episodes}"),
     Mutant("overtaken", "producers/worker/evaluator.py", ("producers/worker/test_evaluator.py",),
            "an overtaken version is evaluated",
            "if waiting and waiting[-1] > newest:", "if waiting:"),
