@@ -25,10 +25,8 @@ from rollstream.producers.tasks.choices import Choices
 from rollstream.producers.tasks.coding import Coding
 from rollstream.producers.tasks.formulas import Formulas
 from rollstream.producers.tasks.number_guessing import NumberGuessing
-from rollstream.producers.tasks.openenv_environment import OpenEnvEnvironment
 from rollstream.producers.tasks.question_file import QuestionFile
 from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
-from rollstream.producers.tasks.remote_environment import remote_environment
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.producers.tasks.verifiers_environment import VerifiersEnvironment
 from rollstream.topics.errors import ConfigurationError
@@ -38,18 +36,18 @@ from rollstream.topics.wire.validation import NAME_LIMIT
 
 ENTRY_POINTS = "rollstream.environments"
 """Group of entry points in which installed packages name their environments."""
+_OPENENV = "openenv"
 _CLASSES: Mapping[str, type] = {
     "choices": Choices,
     "coding": Coding,
     "formulas": Formulas,
     "guess": NumberGuessing,
     "jsonl": QuestionFile,
-    "openenv": OpenEnvEnvironment,
     "reasoning-gym": ReasoningGymDataset,
     "tools": ToolUse,
     "verifiers": VerifiersEnvironment,
 }
-BUILT_IN = (*TASKS, *_CLASSES)
+BUILT_IN = (*TASKS, *_CLASSES, _OPENENV)
 """Names of the environments that come with rollstream."""
 
 
@@ -212,7 +210,14 @@ def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = 
         return _called(entry.use, create_task, options, entry.use, settings)
     if entry.use in _CLASSES:
         return _called(entry.use, _CLASSES[entry.use], options)
+    # Imported here, because a learner loads environments, too, and their HTTP client reads all certificates.
+    if entry.use == _OPENENV:
+        from rollstream.producers.tasks.openenv_environment import OpenEnvEnvironment
+
+        return _called(entry.use, OpenEnvEnvironment, options)
     if entry.use.startswith(("http://", "https://")):
+        from rollstream.producers.tasks.remote_environment import remote_environment
+
         return _called(entry.use, remote_environment, options, entry.use)
     if ":" not in entry.use:
         return _called(entry.use, _plug_in(entry.use), options)

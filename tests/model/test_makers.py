@@ -16,7 +16,7 @@ from rollstream.topics.records import JournalRecord, TrainingBatch
 from tests.support.objectives import SETTINGS, write_objectives
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
-from tests.unit.consumers.grouping.makers.test_registry import CODE, MINE
+from tests.unit.consumers.grouping.core.test_plug_ins import CODE, MINE
 
 
 @pytest.fixture

@@ -18,7 +18,11 @@ from rollstream.pipeline.command_line.commands import GROUPS
 def in_full(words: Sequence[str]) -> tuple[str, ...]:
     """A command line with the group of its command: `learn` becomes `role learn`, and `stop` becomes `steer stop`."""
     group = next((group for group, names in GROUPS.items() if words and words[0] in names), None)
-    return tuple(words) if group is None or words[:2] in (("env", "new"), ("env", "check")) else (group, *words)
+    return (
+        tuple(words)
+        if group is None or words[:2] in (("env", "new"), ("env", "check"), ("env", "serve"))
+        else (group, *words)
+    )
 
 
 def answer_of(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
