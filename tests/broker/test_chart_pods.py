@@ -149,4 +149,4 @@ def test_the_pods_of_a_run_work_with_the_access_that_the_chart_gives_them_and_no
         assert command.wait(300) == 0, machine.log("tools")
     machine.stop()
     assert ledger(kafka, "pods").problems == []
-    assert machine.broker.denied == []
+    assert machine.broker.denied == set()
