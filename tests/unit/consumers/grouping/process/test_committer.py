@@ -1,8 +1,11 @@
 """A batch does not wait for its transaction, and transactions stay few."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from rollstream.consumers.grouping.process.committer import GATHER_S, CommitPace
+from rollstream.consumers.grouping.process.committer import GATHER_S, CommitPace, Committer
 
 
 class Time:
@@ -71,3 +74,23 @@ def test_a_poll_is_no_longer_than_an_interval_below_the_gathering(time: Time) ->
     pace = CommitPace(0.001, 500, lambda: time.now)
     pace.passed(1)
     assert pace.wait_s(batches=True, free=True) == 0.001
+
+
+def test_effects_are_prepared_once_the_transaction_before_has_ended() -> None:
+    """What a task commits follows from the offsets of the records that it committed before."""
+    steps: list[str] = []
+    effects = SimpleNamespace(encoded=(), dead_letters=(), batches=())
+
+    class Task:
+        def prepare_commit(self, *, closing: bool) -> Any:
+            steps.append("prepare")
+            return SimpleNamespace(effects=effects)
+
+    publisher: Any = SimpleNamespace(
+        settle=lambda: steps.append("settle"), begin=lambda _commits: steps.append("begin"), latest_s=0.0
+    )
+    figures: Any = SimpleNamespace(committed=lambda _effects, _seconds: None)
+    committer, task = Committer("main", "main.grouper", publisher, figures), Task()
+    for _commit in range(2):
+        committer.begin([task])  # type: ignore[list-item]
+    assert steps == ["settle", "prepare", "begin"] * 2
