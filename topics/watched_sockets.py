@@ -4,6 +4,7 @@ Nobody closes or resets such a connection. Without probes, a request on it waits
 """
 
 import socket
+from asyncio.trsock import TransportSocket
 from typing import Any
 
 GONE_S = 12
@@ -21,14 +22,19 @@ _OPTIONS = {
 
 
 def watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for an entry of `socket.getaddrinfo`, as the `socket_factory` of aiohttp's connectors.
+    """Return a socket for an entry of `socket.getaddrinfo`, as the `socket_factory` of aiohttp's connectors."""
+    family, kind, protocol, *_ = address
+    connection = socket.socket(family, kind, protocol)
+    watch(connection)
+    return connection
+
+
+def watch(connection: socket.socket | TransportSocket) -> None:
+    """Let a TCP connection notice that the other machine is gone.
 
     The kernel of the other machine answers the probes, so a server may take its time, even if its process is stopped.
     """
-    family, kind, protocol, *_ = address
-    connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _OPTIONS.items():
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    return connection

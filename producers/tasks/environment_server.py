@@ -26,12 +26,12 @@ from rollstream.producers.tasks.remote_environment import (
     NUMBER_BYTES,
     PAGE,
     PROTOCOL,
-    keep_alive,
     passed_on,
 )
 from rollstream.topics.errors import RecordError
 from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
+from rollstream.topics.watched_sockets import watch
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class EnvironmentServer:
         """Play one episode, for as long as the other end stays."""
         stream = web.WebSocketResponse(max_msg_size=MOST_BYTES)
         await stream.prepare(http)
-        keep_alive(http.transport.get_extra_info("socket") if http.transport else None)
+        if http.transport is not None:
+            watch(http.transport.get_extra_info("socket"))
         name = secrets.token_urlsafe(24)
         self._episodes[name] = episode = _ServedEpisode(stream)
         playing: asyncio.Task[None] | None = None

@@ -11,9 +11,10 @@ from typing import Any
 import aiohttp
 
 from rollstream.producers.environments.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
-from rollstream.producers.tasks.remote_environment import MOST_BYTES, keep_alive
+from rollstream.producers.tasks.remote_environment import MOST_BYTES
 from rollstream.producers.tasks.task import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.watched_sockets import watch
 
 _AGAIN_S = 0.2
 _INVALID_ACTION = "VALIDATION_ERROR"
@@ -100,7 +101,7 @@ class OpenEnvEnvironment:
             session = None
             try:
                 session = await http.ws_connect(f"{self._url}/ws", max_msg_size=MOST_BYTES)
-                keep_alive(session.get_extra_info("socket"))
+                watch(session.get_extra_info("socket"))
                 answer = await _ask(session, {"type": "reset", "data": {"seed": seed, **self._reset}})
                 problem = answer["data"].get("message", "") if answer["data"].get("code") == _FULL else ""
             except (aiohttp.ClientError, OSError, OpenEnvFailed) as error:

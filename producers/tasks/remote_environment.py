@@ -6,7 +6,6 @@ so it needs no way to the worker. A connection that breaks is a failed attempt, 
 
 import asyncio
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,6 @@ from urllib.parse import urlencode
 import aiohttp
 
 from rollstream.producers.environments.environment import (
-    SPLITS,
     Conversation,
     Endpoint,
     Episode,
@@ -30,6 +28,7 @@ from rollstream.producers.environments.environment import (
     Split,
 )
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.watched_sockets import watch
 
 PROTOCOL = 1
 PLACE = "place"
@@ -112,7 +111,8 @@ class _Server:
                         raise EnvironmentServerLost(f"the environment at {self.url} does not answer: {error}") from None
                 await asyncio.sleep(_AGAIN_S)
             async with stream:
-                keep_alive(stream.get_extra_info("socket"))
+                # Pings of the WebSocket would not do: an environment may compute for minutes.
+                watch(stream.get_extra_info("socket"))
                 episode = _EpisodeSocket(self.url, stream)
                 await episode.send(start)
                 yield episode
@@ -254,17 +254,3 @@ async def _pass_on(
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that concern the other end of a call."""
     return {name: value for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON}
-
-
-def keep_alive(connection: socket.socket | None) -> None:
-    """Let the systems find out within a minute that a machine at the other end is gone. Pings of the WebSocket would
-    not do: an environment may compute for minutes."""
-    if connection is None:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # Linux; macOS lacks some
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-__all__ = ["SPLITS", "EnvironmentServerLost", "EpisodeFailedThere", "remote_environment"]
