@@ -17,9 +17,9 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
-from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
+from rollstream.topics.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader, read_to_end, record_at

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
-from rollstream.consumers.files.stores import Store
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord

@@ -12,8 +12,8 @@ from itertools import takewhile
 from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import records
-from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import JournalRecord, batch_numbers
 from rollstream.topics.wire.keys import decode_key

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.files.stores import Store
 
 FORMAT = 1
 LOG = "log"

@@ -17,9 +17,9 @@ from rollstream.consumers.archive.completeness import check_complete
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import TopicPartitionKey, records
-from rollstream.consumers.files.stores import Store
 from rollstream.topics.config import KafkaConfig, RegistryConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
+from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import Reader

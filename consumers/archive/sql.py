@@ -13,8 +13,8 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ENTRIES, SCHEMAS
 from rollstream.consumers.archive.writer import check_digests
-from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.files.stores import FsspecStore, LocalStore, Store
 
 _ISOLATED: Mapping[str, str] = {"enable_external_access": "false"}
 """DuckDB settings that keep queries from accessing files."""

@@ -31,10 +31,10 @@ from rollstream.consumers.archive.tables import (
     rows_of_piece,
     table_of,
 )
-from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.consumers.freed_memory import FreedMemory
 from rollstream.consumers.log_view import LogView
 from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.wire.catalogue import topic_name
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollstream.consumers.files.atomic_files import replacing
 from rollstream.consumers.files.safetensors_files import Storable
+from rollstream.topics.files.atomic_files import replacing
 
 
 def write(path: Path, arrays: Mapping[str, Storable]) -> None:

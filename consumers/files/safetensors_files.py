@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from rollstream.consumers.files.atomic_files import replacing
 from rollstream.topics.errors import RollstreamError
+from rollstream.topics.files.atomic_files import replacing
 
 DTYPES = {
     "F64": np.dtype("<f8"),

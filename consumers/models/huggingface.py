@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.files.atomic_files import write_bytes
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models.config import DecoderConfig, manifest_model
 from rollstream.consumers.models.parameters import EMBEDDING, HEAD, base_shapes
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import write_bytes
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"

@@ -20,18 +20,18 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from rollstream.consumers.files.atomic_files import (
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.adapters import save_merged, save_peft
+from rollstream.consumers.models.config import DecoderConfig, decoder_config
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import (
     UNFINISHED,
     StoreError,
     lock_directory,
     remove_unfinished,
     sync_directory,
 )
-from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.adapters import save_merged, save_peft
-from rollstream.consumers.models.config import DecoderConfig, decoder_config
-from rollstream.topics.closing import Closing
-from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import PolicyManifest
 
 

@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint, ServedVersions
 from rollstream.consumers.serving.config import ServingConfig
@@ -31,6 +30,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.heartbeats import beat, beating
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.files.atomic_files import read_json, write_json
 from rollstream.consumers.trackers.tracker import (
     TrackedRun,
     TrackedStep,
@@ -19,6 +18,7 @@ from rollstream.consumers.trackers.tracker import (
     tracker_package,
 )
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import read_json, write_json
 
 TAIL_BYTES = 1 << 16
 """Number of bytes read at once from the end of a file, to find its last step."""

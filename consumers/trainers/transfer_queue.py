@@ -22,7 +22,6 @@ from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
 from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
 
-from rollstream.consumers.files.atomic_files import write_json
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.trainers.sample_log import (
     LiveField,
@@ -39,6 +38,7 @@ from rollstream.consumers.trainers.sample_log import (
 )
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
+from rollstream.topics.files.atomic_files import write_json
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.transactions import fence, transactional_id
 from rollstream.topics.records import SampleField

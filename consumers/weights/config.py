@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from rollstream.consumers.files.stores import shown
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.stores import shown
 
 CHUNKS_AT_ONCE = 16
 """Number of `weights` records that a reader of the whole topic holds at once, because each may have a MiB."""

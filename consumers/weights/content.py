@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.files.atomic_files import UNFINISHED
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.errors import RollstreamError
+from rollstream.topics.files.atomic_files import UNFINISHED
 from rollstream.topics.records import Tensor
 from rollstream.topics.records.arrays import dtype_of
 

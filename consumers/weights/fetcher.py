@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import Store, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, place_of
 from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import Store, check_mounted, fault_of, open_store, shown
 from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord

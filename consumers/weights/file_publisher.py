@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import StoredFile, fault_of, open_store, shown
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ZSTD, Content, compress, file_name, parsed, pays
 from rollstream.consumers.weights.fetcher import FIRST_DELAY_S, LONGEST_DELAY_S
@@ -27,6 +25,8 @@ from rollstream.consumers.weights.file_retention import (
 from rollstream.consumers.weights.layout import split
 from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import DeliveryError
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import StoredFile, fault_of, open_store, shown
 from rollstream.topics.logs import event
 from rollstream.topics.records import Chunk, PolicyManifest
 

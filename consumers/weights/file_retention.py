@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import StoredFile, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import parsed, place_of, root_of
 from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import StoredFile, check_mounted, fault_of, open_store, shown
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
 

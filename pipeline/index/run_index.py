@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
@@ -17,6 +16,7 @@ from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.writer import IndexWriter, index_file, positions_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.stores import open_store
 
 
 class IndexProgress(NamedTuple):

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rollstream.consumers.files.atomic_files import StoreError, lock_directory, write_json
 from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
 from rollstream.pipeline.run.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
 from rollstream.pipeline.run.supervised_role import AdoptedProcess
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError, lock_directory, write_json
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)

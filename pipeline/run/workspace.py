@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.infra.broker.broker_state import find
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.topics.logs import JsonFormatter
 
 DEFAULT_RUN = "demo"

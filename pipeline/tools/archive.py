@@ -14,14 +14,14 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import Store, open_store
 from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.plain_values import tell
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import Store, open_store
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import decoder_config
@@ -33,6 +32,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.params_digest import params_digest
 from rollstream.topics.wire.signatures import Signer

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollstream.consumers.files.atomic_files import replacing, write_json
 from rollstream.consumers.trainers.sample_rollouts import FieldNames, sample_rollouts
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import table
@@ -24,6 +23,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError
+from rollstream.topics.files.atomic_files import replacing, write_json
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided

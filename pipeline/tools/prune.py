@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
-from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.step_log import all_steps
@@ -54,6 +53,7 @@ from rollstream.pipeline.plain_values import compact, time_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import FORKED, RETIRED, read_named
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
+from rollstream.topics.files.stores import StoredFile
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end

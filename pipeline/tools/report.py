@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from rollstream.consumers.files.atomic_files import write_bytes
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.report.document import document
 from rollstream.pipeline.report.run_facts import facts_of
+from rollstream.topics.files.atomic_files import write_bytes
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
+from rollstream.topics.files.stores import open_store
 
 
 def register(parser: argparse.ArgumentParser) -> None:

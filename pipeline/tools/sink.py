@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
@@ -20,6 +19,7 @@ from rollstream.pipeline.plain_values import tell
 from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.secrets import resolve_options
 

@@ -20,11 +20,11 @@ from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, Format, format_named
 from rollstream.consumers.buffers.trajectories.index import TrajectoryIndex
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import StoreError
 
 _SHOWN = 5
 """Number of missing ranks that an error names."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.files.stores import shown
 from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.chains import ChainBroken, load_version, needed
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused, place_of
@@ -33,6 +32,7 @@ from rollstream.pipeline.tools.published_versions import (
     manifests,
     read_whole,
 )
+from rollstream.topics.files.stores import shown
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import PolicyManifest
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from rollstream.consumers.archive.manifest import runs_of
-from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_line.command_parser import Setting, config_of, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.wire.catalogue import topic_name
 

@@ -13,7 +13,6 @@ from .consumers.buffers.trajectories.buffer import NothingToSample, NotYetOnDisk
 from .consumers.buffers.trajectories.dataset import MixedDataset
 from .consumers.buffers.trajectories.filler import TrajectoryFiller
 from .consumers.buffers.trajectories.shelf import TrajectoryCache
-from .consumers.files.atomic_files import StoreError
 from .consumers.grouping.config import GrouperConfig, GroupingConfig
 from .consumers.grouping.core.estimators import Estimator, Outcomes
 from .consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup, example_bytes
@@ -57,6 +56,7 @@ from .topics.errors import (
     StateRefused,
     TopicError,
 )
+from .topics.files.atomic_files import StoreError
 from .topics.records import (
     BatchGroup,
     GroupCancelled,

@@ -10,8 +10,8 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.archive.writer import read_table
-from rollstream.consumers.files.stores import LocalStore
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.files.stores import LocalStore
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.wire.catalogue import topic_name
 from tests.bench import material, produce_baseline

@@ -15,12 +15,12 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 
 from rollstream.consumers.archive.manifest import newest
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.files.stores import LocalStore
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig, RegistryConfig
 from rollstream.topics.errors import RegistryUnavailable, SchemaRefused
+from rollstream.topics.files.stores import LocalStore
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.registry.client import FRAME_HEADER, registered_text, subject_of

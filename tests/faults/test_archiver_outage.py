@@ -4,8 +4,8 @@ import pytest
 
 from rollstream.consumers.archive.manifest import newest
 from rollstream.consumers.archive.writer import check_files
-from rollstream.consumers.files.stores import LocalStore
 from rollstream.infra.broker.broker import LocalBroker
+from rollstream.topics.files.stores import LocalStore
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 

@@ -15,7 +15,6 @@ from rollstream.consumers.archive import sql
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files, records
-from rollstream.consumers.files.stores import LocalStore
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import group_query, rollout_query, series
 from rollstream.pipeline.index.group_query import GroupFilter
@@ -24,6 +23,7 @@ from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.ui.server.answers import json_text
 from rollstream.topics.errors import RollstreamError, TopicError
+from rollstream.topics.files.stores import LocalStore
 from rollstream.topics.wire.catalogue import CATALOGUE
 from tests.hostile.flood_targets import Fates, Target
 from tests.hostile.store_targets import damage

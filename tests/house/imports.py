@@ -43,7 +43,7 @@ IMPORTED_BY_THE_PIPELINE = {
     )
 }
 ROOMS = {
-    "topics": ("", "records", "wire", "kafka", "control", "metrics", "traces"),
+    "topics": ("", "records", "wire", "files", "kafka", "control", "metrics", "traces"),
     "producers": ("", "environments", "tasks", "episodes", "flow", "inference", "trajectories", "gateway", "worker"),
     "pipeline": (
         *("", "deployment", "control", "audit", "doctor", "run", "rescoring", "index", "report", "tools", "ui"),

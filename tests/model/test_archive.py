@@ -15,13 +15,13 @@ from rollstream.consumers.archive.archiver import TOPICS, Archiver
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import records
-from rollstream.consumers.files.stores import LocalStore, Store, open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.topics.errors import StateRefused
+from rollstream.topics.files.stores import LocalStore, Store, open_store
 from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,

@@ -6,7 +6,7 @@ from typing import Literal
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, records
-from rollstream.consumers.files.stores import Store
+from rollstream.topics.files.stores import Store
 from rollstream.topics.records import Mark, Turn
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

@@ -7,10 +7,10 @@ from typing import Any
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.testing import GroupingTestDriver
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import encode

@@ -11,8 +11,8 @@ import numpy as np
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, records
-from rollstream.consumers.files.stores import open_store
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import LearnerStep, Rollout, TrainingBatch
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.rl_examples import batch_digest

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollstream.consumers.buffers.storage.checked_parquet import read_schema, read_table, write_table
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import TrainingBatch
 from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source, examples_of
 

@@ -16,7 +16,6 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, group_of
 from rollstream.consumers.buffers.groups.index import GroupEntry
 from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.core.batch_assembly import group_episodes, member_advantages
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member
@@ -24,6 +23,7 @@ from rollstream.consumers.grouping.core.held_rollouts import HeldExample, HeldRo
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import Rollout
 from rollstream.topics.wire.rl_examples import RLExample, Source
 

@@ -16,8 +16,8 @@ from urllib.parse import quote
 import pyarrow as pa
 
 from rollstream.consumers.buffers.storage.checked_parquet import read_table, write_table
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import Rollout, Turn
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.rl_examples import Source

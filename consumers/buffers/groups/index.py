@@ -15,7 +15,7 @@ import numpy as np
 
 from rollstream.consumers.buffers.groups.group_files import RolloutGroup, read_group
 from rollstream.consumers.buffers.storage.journal import Journal, NoJournal, read_journal, write_journal
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.files.atomic_files import StoreError
 
 INDEX = "groups.journal"
 

@@ -25,16 +25,16 @@ from rollstream.consumers.buffers.groups.index import GroupIndex, KnownUids
 from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroups, SavedGroup
 from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
 from rollstream.consumers.buffers.storage.journal import read_state, write_state
-from rollstream.consumers.files.atomic_files import (
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
+from rollstream.consumers.log_view import LogView
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import (
     DirectoryLock,
     StoreError,
     lock_directory,
     remove_unfinished,
 )
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
-from rollstream.consumers.log_view import LogView
-from rollstream.topics.closing import Closing
-from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.wire.rl_examples import RLExample, Source

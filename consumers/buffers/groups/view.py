@@ -25,17 +25,17 @@ from rollstream.consumers.buffers.groups.store import (
     TopicProgress,
 )
 from rollstream.consumers.buffers.storage.journal import read_state, write_state
-from rollstream.consumers.files.atomic_files import (
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import (
     DirectoryLock,
     StoreError,
     copy_file,
     lock_directory,
     write_bytes,
 )
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
-from rollstream.topics.closing import Closing
-from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from rollstream.consumers.buffers.storage.journal import NoJournal, read_journal, write_journal
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import Float32, Rollout
 from rollstream.topics.wire.codec import decode_as, encode
 

@@ -25,8 +25,8 @@ from rollstream.consumers.buffers.slices.state import (
 )
 from rollstream.consumers.buffers.storage.journal import Journal, JournalFollower, read_journal, write_journal
 from rollstream.consumers.buffers.storage.segments import Layout, SegmentFiles, SegmentGone, layout_of, refuse_other
-from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, remove_unfinished
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import DirectoryLock, StoreError, lock_directory, remove_unfinished
 
 NAME, LOCK = "slices.journal", "lock"
 _FILE = re.compile(r"[0-9a-f]{12}-\d+-\d+\.rows", re.ASCII)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from blake3 import blake3
 
-from rollstream.consumers.files.atomic_files import StoreError, replacing
+from rollstream.topics.files.atomic_files import StoreError, replacing
 
 _KEY = b"rollstream.digests"
 _MARK = b"blake3:"

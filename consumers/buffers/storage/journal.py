@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from rollstream.consumers.files.atomic_files import StoreError, replacing
+from rollstream.topics.files.atomic_files import StoreError, replacing
 
 LEAST_BYTES = 2**20
 """A journal is long when it has grown by more bytes than this plus a sixteenth of its first records."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.files.atomic_files import StoreError, sync_directory
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError, sync_directory
 from rollstream.topics.records.arrays import dtype_name, dtype_of
 
 

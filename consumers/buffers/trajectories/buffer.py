@@ -33,9 +33,9 @@ from rollstream.consumers.buffers.trajectories.store import (
     DropOperation,
     TrajectoryStore,
 )
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.logs import event
 from rollstream.topics.wire.trajectory_arrays import Trajectory, as_trajectory, nest
 

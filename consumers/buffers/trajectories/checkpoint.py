@@ -30,7 +30,8 @@ from rollstream.consumers.buffers.trajectories.folder import (
 from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryIndex, uuid_of
 from rollstream.consumers.buffers.trajectories.journal import JournalContent, read_content, write_content
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
-from rollstream.consumers.files.atomic_files import (
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import (
     StoreError,
     make_directory,
     read_json,
@@ -38,7 +39,6 @@ from rollstream.consumers.files.atomic_files import (
     replacing,
     write_json,
 )
-from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)

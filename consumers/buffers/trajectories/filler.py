@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from rollstream.consumers.files.atomic_files import read_json, write_json
 from rollstream.consumers.log_view import LogView
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError
+from rollstream.topics.files.atomic_files import read_json, write_json
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.hanging_transactions import open_on

@@ -25,7 +25,7 @@ from rollstream.consumers.buffers.trajectories.formats import Format, descriptio
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
-from rollstream.consumers.files.atomic_files import (
+from rollstream.topics.files.atomic_files import (
     UNFINISHED,
     StoreError,
     copy_file,

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.trajectories import npz
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import EpisodeSpan, RolloutMetadata
 from rollstream.topics.records.arrays import dtype_name
 from rollstream.topics.wire.trajectory_arrays import Trajectory, flatten, nest

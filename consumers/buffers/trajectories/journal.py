@@ -21,7 +21,7 @@ from rollstream.consumers.buffers.storage.journal import (
 )
 from rollstream.consumers.buffers.storage.segments import Layout
 from rollstream.consumers.buffers.trajectories.index import ROW, Description, TrajectoryEntry, TrajectoryIndex
-from rollstream.consumers.files.atomic_files import StoreError, sync_directory
+from rollstream.topics.files.atomic_files import StoreError, sync_directory
 
 NAME = "trajectory_index.log"
 

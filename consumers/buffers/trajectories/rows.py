@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.buffers.storage.segments import Layout, layout_of, refuse_other
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.wire.trajectory_arrays import BOOTSTRAPPED, Trajectory, aligned, examine
 
 Rows = Mapping[str, NDArray[Any]]

@@ -39,7 +39,7 @@ from rollstream.consumers.buffers.trajectories.journal import (
     TrajectoryJournal,
 )
 from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, FetchedArrays, owned
-from rollstream.consumers.files.atomic_files import (
+from rollstream.topics.files.atomic_files import (
     DirectoryLock,
     StoreError,
     lock_directory,

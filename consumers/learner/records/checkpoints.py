@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.consumers.learner.checkpoint_paths import META, LearnerPosition, is_remote, learner_directory
 from rollstream.consumers.learner.config import CheckpointConfig
 from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
 from rollstream.topics.errors import Fenced, RollstreamError, StateRefused, brief
+from rollstream.topics.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.topics.heartbeats import beating_during
 from rollstream.topics.logs import event
 from rollstream.topics.records import LearnerStep

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.writer import records as archived_records
-from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import StateRefused
+from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 

@@ -24,18 +24,18 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from rollstream.consumers.files.atomic_files import (
+from rollstream.consumers.log_view import ViewOutdated
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.proof import Books, first_reading
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.files.atomic_files import (
     DirectoryLock,
     StoreError,
     lock_directory,
     remove_unfinished,
     write_bytes,
 )
-from rollstream.consumers.log_view import ViewOutdated
-from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.proof import Books, first_reading
-from rollstream.topics.closing import Closing
-from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.logs import event

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.log_source import OBSERVED, ArchiveSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.observer import RunObserver
@@ -18,6 +17,7 @@ from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
 from rollstream.pipeline.ui.server.background import FollowingThread
 from rollstream.topics.errors import RollstreamError
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
 from rollstream.topics.wire.catalogue import topic_name

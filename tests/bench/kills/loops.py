@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from rollstream.consumers.files.atomic_files import write_bytes
+from rollstream.topics.files.atomic_files import write_bytes
 
 GROUP = 4
 STEP_GROUPS = 8

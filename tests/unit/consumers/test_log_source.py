@@ -5,12 +5,12 @@ from pathlib import Path
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.log_source import POLL_BYTES, ArchiveSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import rollout_query
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
+from rollstream.topics.files.stores import open_store
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.index_logs import RUN, Chunk, MadeRun
 

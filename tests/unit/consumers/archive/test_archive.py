@@ -18,9 +18,9 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.errors import Fenced, StateRefused
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.records import BatchUse, Drop, LearnerStep, NamedArray, Rollout
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

@@ -7,8 +7,8 @@ import pytest
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import LearnerStep, Rollout, Turn
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key

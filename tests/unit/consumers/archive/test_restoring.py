@@ -11,10 +11,10 @@ from rollstream.consumers.archive.manifest import newest
 from rollstream.consumers.archive.restorer import PartitionCursor, TopicFiller, restore
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.config import RegistryConfig, TopicsConfig
 from rollstream.topics.errors import StateRefused
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords

@@ -19,8 +19,8 @@ from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuff
 from rollstream.consumers.buffers.storage.journal import Journal
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry, TrajectoryIndex
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.trajectory_batches import trajectory
 
 

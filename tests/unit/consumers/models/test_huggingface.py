@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models import decoder, huggingface
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.checkpoints import (
     CHECKPOINTS,
     RECORDED,

@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models import huggingface, parameters
 from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
@@ -23,6 +22,7 @@ from rollstream.consumers.serving.checkpoints import CheckpointDirectory, Served
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.replica_updater import ReplicaUpdater
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import random_parameters, write_checkpoint, write_tokenizer
 from tests.support.serving_engines import ARRAYS, MODEL, EngineStandIn, manifest

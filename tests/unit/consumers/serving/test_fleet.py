@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.serving import fleet
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint
 from rollstream.consumers.serving.config import ServingConfig
@@ -15,6 +14,7 @@ from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.consumers.weights.follower import WholeVersion
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import PolicyManifest
 from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollstream.consumers.files.stores import FsspecStore
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
 from rollstream.consumers.weights.fetcher import fetch_files
@@ -17,6 +16,7 @@ from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_files
 from rollstream.consumers.weights.layout import ContentBuffer, full_content
 from rollstream.topics.errors import DeliveryError
+from rollstream.topics.files.stores import FsspecStore
 from rollstream.topics.records import Chunk, PolicyManifest
 from rollstream.topics.wire.params_digest import tensor_digests, tree_digest
 from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store, mistaken

@@ -6,11 +6,11 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.files.stores import StoredFile, open_store
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import file_name
 from rollstream.consumers.weights.file_retention import incomplete, left_behind, listed_files, prunable, roots
+from rollstream.topics.files.stores import StoredFile, open_store
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.manifests import one_chunk_manifest
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.models.adapters import save_merged
 from rollstream.consumers.models.config import LoraConfig
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
@@ -24,6 +23,7 @@ from rollstream.pipeline.audit.attestation.statement import Statement, differenc
 from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.tools.attest import proof_text
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import JournalRecord, LearnerStep, PolicyManifest
 from rollstream.topics.wire.codec import decode, decode_as, encode
 from rollstream.topics.wire.params_digest import params_digest

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline.config import RunConfig
@@ -33,6 +32,7 @@ from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.pipeline.ui.server.answers import json_text
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk as PolicyChunk
 from rollstream.topics.records import JournalRecord, Metrics, NamedArray, Rollout

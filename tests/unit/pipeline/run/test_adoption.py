@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.consumers.files.atomic_files import lock_directory, write_json
 from rollstream.pipeline.run.orphans import read
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.supervised_role import NO_EXIT_CODE, RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import lock_directory, write_json
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 

@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import archive
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.command_line import answer_of
 from tests.support.s3_server import s3_server, wrong_keys
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.weights.content import file_name
 from rollstream.pipeline.tools.published_versions import PublishedVersion, files_in_stores
+from rollstream.topics.files.stores import open_store
 from rollstream.topics.records import Chunk
 from tests.support.manifests import one_chunk_manifest
 

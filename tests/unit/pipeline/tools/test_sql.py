@@ -19,9 +19,9 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.sql import VIEWS, query
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.command_line.cli import main
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.files.stores import Store, open_store
 from rollstream.topics.records import BatchUse, Drop, LearnerStep
 from rollstream.topics.wire.codec import encode
 from tests.support.batches import random_batch

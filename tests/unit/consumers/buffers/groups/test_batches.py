@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollstream.consumers.buffers.groups.forwarding import examples_of
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import same
 from rollstream.topics.wire.rl_examples import RLExample, Source
 from tests.support.group_stores import attempt, context, group, opened

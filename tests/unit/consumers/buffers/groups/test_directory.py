@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollstream.consumers.buffers.groups.store import ClosingReport
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.group_stores import Clock, attempt, context, group, opened, seen, uuid_of
 from tests.support.paths import ROOT
 

@@ -20,10 +20,10 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.consumers.buffers.storage.journal import write_state
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, MakerContext
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.tools.groups import summary, text_of
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import examples_of

@@ -17,9 +17,9 @@ from rollstream.consumers.buffers.rollouts.buffer import (
     RolloutWithCount,
 )
 from rollstream.consumers.buffers.rollouts.snapshot_file import FILE
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import (
     same,
 )

@@ -16,8 +16,8 @@ from rollstream.consumers.buffers.slices.state import DECODER
 from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.buffers.storage.journal import JournalFollower
 from rollstream.consumers.buffers.storage.segments import SegmentFiles
-from rollstream.consumers.files import atomic_files
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.files import atomic_files
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.slice_rings import (
     content,
     feed,

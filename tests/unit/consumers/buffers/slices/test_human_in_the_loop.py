@@ -11,8 +11,8 @@ import pytest
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
 from rollstream.consumers.buffers.storage import journal as journals
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.slice_rings import left_by_kill

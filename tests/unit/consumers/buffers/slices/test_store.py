@@ -17,8 +17,8 @@ from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuff
 from rollstream.consumers.buffers.slices.state import DECODER, FlushRecord
 from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.buffers.storage.journal import read_journal
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.slice_rings import (
     CAPACITY,
     child_of,

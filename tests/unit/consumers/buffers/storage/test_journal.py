@@ -9,8 +9,8 @@ import pytest
 
 from rollstream.consumers.buffers.storage import journal as journals
 from rollstream.consumers.buffers.storage.journal import Journal, NoJournal, read_journal, write_journal
-from rollstream.consumers.files import atomic_files
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.files import atomic_files
+from rollstream.topics.files.atomic_files import StoreError
 
 DECODER = msgspec.msgpack.Decoder(str)
 RECORDS = [f"record {number} " + "x" * number for number in range(5)]

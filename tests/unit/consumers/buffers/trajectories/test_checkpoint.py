@@ -14,8 +14,8 @@ from rollstream.consumers.buffers.trajectories import folder
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint
 from rollstream.consumers.buffers.trajectories.formats import format_named
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.wire.trajectory_arrays import Trajectory
 from tests.support.trajectory_batches import foreign, same, trajectory, untorn

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import NothingToSample, TrajectoryReplayBuffer
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.trajectory_batches import trajectory, untorn
 from tests.support.trajectory_buffers import buffer, files
 from tests.support.waiting import eventually

@@ -25,8 +25,8 @@ from rollstream.consumers.buffers.trajectories.index import ROW, Description, Tr
 from rollstream.consumers.buffers.trajectories.journal import NAME, JournalContent, read_content, write_content
 from rollstream.consumers.buffers.trajectories.rows import check_trajectory
 from rollstream.consumers.buffers.trajectories.shelf import TrajectoryCache
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.wire.trajectory_arrays import Trajectory, nest
 from tests.support.paths import ROOT
 from tests.support.trajectory_batches import same, trajectory, untorn

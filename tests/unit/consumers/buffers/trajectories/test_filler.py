@@ -12,8 +12,8 @@ from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import Place, put
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import EpisodeSpan, NamedArray, TrajectoryRecord
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.trajectory_arrays import Trajectory, to_record

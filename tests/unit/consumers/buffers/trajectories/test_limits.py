@@ -15,8 +15,8 @@ import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import NotYetOnDisk, TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.dataset import MixedDataset
-from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.atomic_files import StoreError
 from tests.support.paths import ROOT
 from tests.support.trajectory_batches import trajectory, untorn
 from tests.support.trajectory_buffers import both, buffer, files

@@ -14,7 +14,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.consumers.learner.checkpoint_paths import LearnerPosition, first_needed, learner_directory
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
 from rollstream.consumers.learner.objective import OptimizerConfig
@@ -24,6 +23,7 @@ from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.topics.heartbeats import Heartbeats
 from rollstream.topics.records import BatchUse, LearnerStep, same
 from tests.support.waiting import eventually

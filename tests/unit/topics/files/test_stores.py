@@ -13,8 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import Store, open_store, shown
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stores import Store, open_store, shown
 from tests.support.s3_server import s3_server, wrong_keys
 
 WORDS = st.from_regex(r"[a-z0-9]{4,12}", fullmatch=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from rollstream.consumers.files.atomic_files import UNFINISHED, StoreError, sync_directory, write_bytes
 from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused
+from rollstream.topics.files.atomic_files import UNFINISHED, StoreError, sync_directory, write_bytes
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 _QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\"),;]*")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.files import atomic_files
-from rollstream.consumers.files.atomic_files import (
+from rollstream.topics.files import atomic_files
+from rollstream.topics.files.atomic_files import (
     StoreError,
     copy_file,
     lock_directory,
@@ -27,7 +27,7 @@ from tests.support.waiting import eventually
 WRITER = """
 import sys
 from pathlib import Path
-from rollstream.consumers.files.atomic_files import write_bytes
+from rollstream.topics.files.atomic_files import write_bytes
 path = Path(sys.argv[1])
 for number in range(10**9):
     write_bytes(path, number.to_bytes(8, "little") * 50_000)
