@@ -1,5 +1,4 @@
 from .batch_reader import BatchFetcher, BatchReader, IndexReader, ReadBatch
-from .files.atomic_files import StoreError
 from .step_writer import StepWriter, publish_version
 from .weights.follower import WeightsFollower
 from .weights.state_manager import LocalStateManager, StateManager
@@ -12,7 +11,6 @@ __all__ = [
     "ReadBatch",
     "StateManager",
     "StepWriter",
-    "StoreError",
     "WeightsFollower",
     "publish_version",
 ]

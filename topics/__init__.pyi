@@ -11,6 +11,7 @@ from .errors import (
     StateRefused,
     TopicError,
 )
+from .files.atomic_files import StoreError
 from .records import (
     BatchGroup,
     BatchIndexEntry,
@@ -61,6 +62,7 @@ __all__ = [
     "SamplingParams",
     "Source",
     "StateRefused",
+    "StoreError",
     "TopicError",
     "TopicsConfig",
     "TrainingBatch",
