@@ -21,6 +21,9 @@ HARBOR_STAMP := $(HARBOR)/.installed
 HARBOR_PYTHON ?= 3.12
 TRANSFERQUEUE := $(VENV)/transferqueue
 TRANSFERQUEUE_STAMP := $(TRANSFERQUEUE)/.installed
+# Command-line agents and clients of Node, and the Node that runs them.
+NPM := $(VENV)/npm
+NPM_STAMP := $(NPM)/.installed
 # uv reads no settings of pip: the index that gave us uv serves the rest, unless uv has one of its own.
 UV_INSTALL = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}}}" $(BIN)/uv pip install --quiet
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
@@ -110,6 +113,12 @@ $(TRANSFERQUEUE_STAMP): requirements-transferqueue.txt $(STAMP)
 	@$(UV_INSTALL) --python $(TRANSFERQUEUE)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
+# Without npm only the tests of these agents fail, and name this.
+$(NPM_STAMP): tests/engines/agents/package-lock.json $(STAMP)
+	@mkdir -p $(NPM) && cp tests/engines/agents/package.json tests/engines/agents/package-lock.json $(NPM) \
+		&& npm ci --prefix $(NPM) --no-audit --no-fund --loglevel error && touch $@ \
+		|| echo "the command-line agents need npm: install Node.js, then run make $@"
+
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
@@ -155,7 +164,7 @@ run-real: $(STAMP)
 # Users start processes; the short form forks most roles, which saves their imports.
 run-all: export REAL_PROCESSES = 1
 run-all: export HYPOTHESIS_EXAMPLES = 100
-run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP) $(HARBOR_STAMP) $(TRL_STAMP) $(TRANSFERQUEUE_STAMP)
+run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(OPENENV_STAMP) $(HARBOR_STAMP) $(TRL_STAMP) $(TRANSFERQUEUE_STAMP) $(NPM_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
@@ -196,6 +205,7 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	printf 'verifiers[harbor]>=0.4,<0.5\nhatchling\neditables\n' | $(LOCK) --universal --python-version 3.12 pyproject.toml - -o requirements-harbor.txt $(ARGS)
 	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
 	printf 'hatchling\neditables\n' | $(LOCK) --universal --constraint requirements-trl.txt --extra transfer-queue pyproject.toml - -o requirements-transferqueue.txt $(ARGS)
+	cd tests/engines/agents && npm install --package-lock-only --omit-lockfile-registry-resolved --no-audit --no-fund --loglevel error
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist docs/reference

@@ -25,22 +25,22 @@ class RecordedEngine(ScriptedGenerator):
         return slots
 
 
-def assert_is_the_engines_own(rollout: Rollout, engine: RecordedEngine) -> None:
-    """Tokens, mask and log-probabilities of the three turns are those of the engine, byte for byte."""
-    turns: list[tuple[list[int], SortedRow]] = []
+def assert_is_the_engines_own(rollout: Rollout, engine: RecordedEngine, turns: int = 3) -> None:
+    """Tokens, mask and log-probabilities of so many turns are those of the engine, byte for byte."""
+    sampled: list[tuple[list[int], SortedRow]] = []
     for prompt, row in engine.sampled:
         if rollout.tokens[: len(prompt) + len(row.tokens)].tolist() == [*prompt, *row.tokens]:
-            turns.append((prompt, row))
+            sampled.append((prompt, row))
     tokens, mask, logprobs = (
-        [*turns[-1][0], *turns[-1][1].tokens],
+        [*sampled[-1][0], *sampled[-1][1].tokens],
         np.zeros(len(rollout.tokens), bool),
         rollout.logprobs,
     )
     assert rollout.tokens.tolist() == tokens
     expected = np.zeros(len(tokens), "<f4")
-    for prompt, row in turns:
+    for prompt, row in sampled:
         mask[len(prompt) : len(prompt) + len(row.tokens)] = True
         expected[len(prompt) : len(prompt) + len(row.tokens)] = row.logprobs
     assert rollout.loss_mask.tolist() == mask.tolist()
     assert logprobs.tobytes() == expected.tobytes()
-    assert len({len(prompt) for prompt, _row in turns}) == 3
+    assert len({len(prompt) for prompt, _row in sampled}) == turns

@@ -45,6 +45,8 @@ _INCLUDED = ("reasoning.encrypted_content",)
 """Accepted without effect: reasoning is in the items in plain text."""
 _TEXTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+_SEARCHES = ("web_search", "web_search_preview")
+"""Tools that OpenAI runs and Codex always offers; nobody runs them here, so the model is not told of them."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _INSTRUCTED = "instructions"
 """Note of a call whose first message holds the instructions, which do not carry over to the next response."""
@@ -63,7 +65,7 @@ def chat_request(body: Mapping[str, Any], known: CallSequences) -> ChatForm:
             *_previous_messages(body.get("previous_response_id"), known),
             *_messages(body),
         ],
-        "tools": [_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects(body, "tools"))] or None,
+        "tools": [_tool(tool, space, place) for tool, space, place in _declared(body)] or None,
         "tool_choice": _tool_choice(body.get("tool_choice")),
         "response_format": _response_format(fields.mapping(fields.mapping(body, "text"), "format")),
         "max_tokens": body.get("max_output_tokens"),
@@ -114,7 +116,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             if reasoning := text_of(item.get("content"), f"{place}.content", ("reasoning_text",)):
                 messages.append({"role": "assistant", "reasoning_content": reasoning})
         elif kind == "function_call":
-            call = call_of(item.get("name"), item.get("arguments"), item.get("call_id"), place)
+            name = _full_name(item.get("namespace"), item.get("name"))
+            call = call_of(name, item.get("arguments"), item.get("call_id"), place)
             if last is None:
                 messages.append(last := {"role": "assistant", "content": None})
             last.setdefault("content", None)
@@ -129,11 +132,28 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _declared(body: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Any, str]]:
+    """Yield each tool of a request except searches, its namespace or None, and its place."""
+    for number, tool in enumerate(objects(body, "tools")):
+        place = f"tools[{number}]"
+        if tool.get("type") == "namespace":
+            check_names(tool, {"type", "name", "description", "tools"}, {}, set())
+            for inner, member in enumerate(objects(tool, "tools")):
+                yield member, tool.get("name"), f"{place}.tools[{inner}]"
+        elif tool.get("type") not in _SEARCHES:
+            yield tool, None, place
+
+
+def _tool(tool: Mapping[str, Any], namespace: Any, place: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise unsupported(place, tool.get("type"), ("function",))
+        raise unsupported(place, tool.get("type"), ("function", "namespace"))
     check_names(tool, {"type", "name", "description", "parameters"}, {"defer_loading": (False,)}, {"strict"})
-    return function_tool(tool, "parameters", place)
+    return function_tool({**tool, "name": _full_name(namespace, tool.get("name"))}, "parameters", place)
+
+
+def _full_name(namespace: Any, name: Any) -> Any:
+    """Return the name by which the model calls a function of a namespace, if it has one: chats have no namespaces."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) and isinstance(name, str) else name
 
 
 def _response_format(form: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -160,6 +180,12 @@ class ResponseStream(AnswerStream):
     def __init__(self, request: Mapping[str, Any]) -> None:
         super().__init__(request)
         self._events = 0
+        self._spaces = {
+            _full_name(space, tool.get("name")): {"name": tool.get("name"), "namespace": space}
+            for tool, space, _place in _declared(request)
+            if space is not None
+        }
+        """Name and namespace of the functions that have one, by the name that the model calls."""
 
     def _event(self, kind: str, **more: Any) -> Event:
         self._events += 1
@@ -172,23 +198,23 @@ class ResponseStream(AnswerStream):
 
     def begin_block(self, block: Block) -> Iterator[Event]:
         """Yield the beginning of an item and of its only part."""
-        item = _item(self.head, block, "in_progress")
+        item = self._item(block, "in_progress")
         yield self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "call":
             yield self._event("response.content_part.added", **_place(item, block), part=_part(block))
 
     def grow_block(self, block: Block, text: str) -> Iterator[Event]:
         """Yield new text or arguments."""
-        item = _item(self.head, block, "in_progress")
+        item = self._item(block, "in_progress")
         more: Event = {"logprobs": []} if block.kind == "text" else {}
         yield self._event(f"response.{_DELTAS[block.kind]}.delta", **_place(item, block), delta=text, **more)
 
     def end_block(self, block: Block) -> Iterator[Event]:
         """Yield the whole text or arguments, and the end of the item."""
-        item = _item(self.head, block, self._status())
+        item = self._item(block, self._status())
         name = f"response.{_DELTAS[block.kind]}.done"
         if block.kind == "call":
-            yield self._event(name, **_place(item, block), name=block.name, arguments=block.text)
+            yield self._event(name, **_place(item, block), name=item["name"], arguments=block.text)
         else:
             more: Event = {"logprobs": []} if block.kind == "text" else {}
             yield self._event(name, **_place(item, block), text=block.text, **more)
@@ -206,6 +232,21 @@ class ResponseStream(AnswerStream):
     def _status(self) -> str:
         return "incomplete" if self.finish_reason in _INCOMPLETE else "completed"
 
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        """Return an item of the output; ids are those of the call, so that a repeated answer has the same."""
+        name = f"{str(self.head.get('id')).removeprefix(PREFIX)}_{block.index}"
+        content = [] if status == "in_progress" else [_part(block)]
+        match block.kind:
+            case "reasoning":
+                return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content, "status": status}
+            case "text":
+                message = {"role": "assistant", "content": content, "status": status}
+                return {"type": "message", "id": f"msg_{name}", **message}
+            case "call":
+                call = {"call_id": block.identifier, "arguments": block.text, "status": status}
+                names = self._spaces.get(block.name, {"name": block.name})
+                return {"type": "function_call", "id": f"fc_{name}", **names, **call}
+
     def _response(self, status: str) -> dict[str, Any]:
         request, head, usage = self.request, self.head, self.usage
         done = status != "in_progress"
@@ -221,7 +262,7 @@ class ResponseStream(AnswerStream):
             "background": False,
             "error": None,
             "incomplete_details": reason,
-            "output": [_item(head, block, status) for block in self.blocks] if done else [],
+            "output": [self._item(block, status) for block in self.blocks] if done else [],
             "usage": _usage(usage) if done and usage else None,
             "temperature": None,
             "top_p": None,
@@ -248,20 +289,6 @@ def _part(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _item(head: Mapping[str, Any], block: Block, status: str) -> dict[str, Any]:
-    """Return an item of the output; ids are those of the call, so that a repeated answer has the same."""
-    name = f"{str(head.get('id')).removeprefix(PREFIX)}_{block.index}"
-    content = [] if status == "in_progress" else [_part(block)]
-    match block.kind:
-        case "reasoning":
-            return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content, "status": status}
-        case "text":
-            return {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": content, "status": status}
-        case "call":
-            call = {"call_id": block.identifier, "name": block.name, "arguments": block.text}
-            return {"type": "function_call", "id": f"fc_{name}", **call, "status": status}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,19 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "add", "arguments
 REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "So"}]}
 MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "17"}]}
+SPACE: dict[str, Any] = {
+    "type": "namespace",
+    "name": "sums",
+    "description": "d",
+    "tools": [{"type": "function", "strict": False, **ADD}],
+}
+
+
+def named(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """A function, or a call of it, with another name."""
+    return (
+        {**value, "function": {**value["function"], "name": name}} if "function" in value else {**value, "name": name}
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,9 +49,23 @@ OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "
                 "client_metadata": {"session_id": "s"},
                 "prompt_cache_key": "k",
                 "tool_choice": "auto",
+                "tools": [{"type": "web_search", "external_web_access": True}],
             },
             [USER],
             {"tool_choice": "auto"},
+        ),
+        (
+            {"input": [USER, {**CALL, "namespace": "sums"}], "tools": [SPACE, {"type": "function", **ADD}]},
+            [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [named(CALLED, "sums__add")]},
+            ],
+            {
+                "tools": [
+                    {"type": "function", "function": named(ADD, "sums__add")},
+                    {"type": "function", "function": ADD},
+                ]
+            },
         ),
         (
             {"input": [{"role": "developer", "content": [{"type": "input_text", "text": "Be"}]}, USER]},
@@ -165,7 +192,16 @@ def test_a_response_of_no_call_of_the_session_is_refused_with_openais_code(uid: 
         ({"voice": "x"}, "'voice'", "voice"),
         ({"include": ["message.output_text.logprobs"]}, "include: 'message.output_text.logprobs'", "include"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type='grammar' is not supported here", "text.format"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type='web_search' .* use function", "tools[0]"),
+        (
+            {"tools": [{"type": "code_interpreter"}]},
+            r"tools\[0\].type='code_interpreter' .* use function or namespace",
+            "tools[0]",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+            r"tools\[0\].tools\[0\].type='custom' is not supported here",
+            "tools[0].tools[0]",
+        ),
         ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "defer_loading=True", "defer_loading"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].name must be a string", "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type='web_search'", "tool_choice"),
@@ -213,6 +249,23 @@ def test_events_and_response_are_as_openais_types_parse_them(answer: Answer) -> 
     assert whole["usage"]["input_tokens"], whole["usage"]["output_tokens"] == (3, 2)
     reason = {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None
     assert whole["incomplete_details"] == reason
+
+
+def test_a_function_of_a_namespace_is_called_by_its_name_and_namespace() -> None:
+    request = {"input": "8+9?", "tools": [SPACE, {"type": "function", **ADD}]}
+    calls = [
+        {"index": n, "id": f"c{n}", "function": {"name": name, "arguments": "{}"}}
+        for n, name in enumerate(("sums__add", "add"))
+    ]
+    answer = Answer("", [{"tool_calls": calls}], "tool_calls", [])
+    events, whole = events_and_whole(ResponseStream, request, "resp_1", answer)
+    assert [(item["name"], item.get("namespace")) for item in whole["output"]] == [("add", "sums"), ("add", None)]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+    done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert [event["name"] for event in done] == ["add", "add"]
+    Response.model_validate(whole)
+    again = chat_request({**request, "input": whole["output"]}, CallSequences()).body["messages"]
+    assert [call["function"]["name"] for call in again[0]["tool_calls"]] == ["sums__add", "add"]
 
 
 def blocks_of(item: dict[str, Any]) -> tuple[str, str]:
