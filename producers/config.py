@@ -43,6 +43,9 @@ class WorkerConfig:
     """Distribution of the server's logprobs: the model's (raw), or the one sampled from (processed; rollstream's)."""
     assume_version: int = -1
     """Policy version assumed for a server that reports none, e.g. of a fixed model; -1 refuses such a server."""
+    routed_experts: bool = True
+    """Record the experts that computed each token, for routing replay, where servers name them: rollstream's do for a
+    model with experts, vLLM and SGLang if they were started with --enable-return-routed-experts."""
     request_timeout_s: float = 60.0
     """Time for one request, retries included; after that the worker cancels the members without an answer."""
     episode_timeout_s: float = 600.0

@@ -131,7 +131,7 @@ class GroupingConfig:
     """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
     token_arrays: tuple[str, ...] = ()
     """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
-    and in capacity_bytes. The reference log-probabilities need no entry here."""
+    and in capacity_bytes. The reference log-probabilities and routed_experts need no entry here."""
     mark_keys: tuple[str, ...] = ()
     """Public keys of the processes that may write marks, such as grouping processes; other marks are dropped as
     invalid, unless they only move stream time. If empty, whoever may write to `rollouts` may write marks."""

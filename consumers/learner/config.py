@@ -154,6 +154,9 @@ class LearnerConfig:
     layers: Literal["auto", "unrolled", "scanned"] = "auto"
     """Compilation of the layers: scanned compiles one program for all layers, and copies their parameters in each step;
     auto scans a model of more than four layers."""
+    routing_replay: bool = True
+    """Whether a model with experts computes each token with the experts that its rollout names, if it names any, and
+    lets the router only weigh them; otherwise the router chooses anew."""
     pretrained: str = ""
     """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from. A
     LearnerConfig made in code keeps the default learning rates, which suit the small model: set them too."""
@@ -232,6 +235,11 @@ class LearnerConfig:
                 f"learner.length_buckets {list(self.length_buckets)}: give at most two lengths, each below "
                 f"sequence_length {self.sequence_length}"
             )
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the experts that rollouts name are forced."""
+        return self.routing_replay and self.model.num_experts > 0
 
     def _check_version_age(self) -> None:
         """Raise ConfigurationError if the newest version gets too old to train on before the next one is published."""

@@ -144,6 +144,11 @@ class DecoderConfig:
             )
 
 
+def expert_dtype(config: DecoderConfig) -> str:
+    """Return the smallest dtype of the numbers of experts, whose largest value stands for an unknown expert."""
+    return "|u1" if config.num_experts < 256 else "<u2"
+
+
 def decoder_config(text: str) -> DecoderConfig:
     """Return the decoder that a manifest describes in JSON. Raises ConfigurationError if it describes none."""
     try:

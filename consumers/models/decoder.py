@@ -18,20 +18,23 @@ from jax.sharding import PartitionSpec
 
 from rollstream.consumers.models import vocabulary
 from rollstream.consumers.models.attention import attend, attend_once
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.consumers.models.parameters import ADAPTER_A, ADAPTER_B, EMBEDDING, FINAL_NORM, HEAD, is_adapter
 from rollstream.consumers.models.parameters import shapes as shapes
 from rollstream.consumers.models.sharding import Params as Params
 from rollstream.consumers.models.sharding import Whole, as_given, keep_all_but_gathered, sequence_parts, split_rows
 
+Routing = Callable[[jax.Array, jax.Array, DecoderConfig], tuple[jax.Array, jax.Array]]
+"""A function with the arguments and results of `routed`."""
 
-def mixture(params: Params, mlp: str, config: DecoderConfig, x: jax.Array) -> jax.Array:
+
+def mixture(params: Params, mlp: str, config: DecoderConfig, x: jax.Array, routing: Routing | None = None) -> jax.Array:
     """Output of the experts under the name `mlp` for `x` [B, T, width], weighted by the router.
 
-    Rows are sorted by expert, so that each expert multiplies only its own rows.
+    Rows are sorted by expert, so that each expert multiplies only its own rows. `routing` replaces `routed`.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    weights, chosen = routed(tokens, params[f"{mlp}.gate.weight"], config)
+    weights, chosen = (routing or routed)(tokens, params[f"{mlp}.gate.weight"], config)
     several = config.num_experts_per_tok
     # Sorting is stable, and every sum below is over an axis: the same tokens give the same bits.
     order = jnp.argsort(chosen.reshape(-1), stable=True)
@@ -48,10 +51,20 @@ def mixture(params: Params, mlp: str, config: DecoderConfig, x: jax.Array) -> ja
     return jnp.sum(own * weights[..., None].astype(x.dtype), axis=1).reshape(x.shape)
 
 
-def routed(tokens: jax.Array, router: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    """Weights and numbers [N, num_experts_per_tok] of the experts of each token [N, width], the heaviest first."""
+def routed(
+    tokens: jax.Array, router: jax.Array, config: DecoderConfig, forced: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and numbers [N, num_experts_per_tok] of the experts of each token [N, width], the heaviest first.
+
+    `forced`, integers of the same shape, names the experts of tokens whose numbers all belong to experts; the router
+    only weighs these (rollout routing replay, arXiv:2510.11370). It also chooses the experts of the other tokens.
+    """
     shares = jax.nn.softmax((tokens @ router.T).astype(jnp.float32))
     weights, chosen = jax.lax.top_k(shares, config.num_experts_per_tok)
+    if forced is not None:
+        known = jnp.all(forced < config.num_experts, axis=-1, keepdims=True)
+        chosen = jnp.where(known, forced.astype(chosen.dtype), chosen)
+        weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return weights, chosen
@@ -72,6 +85,9 @@ class KeyValueCache(NamedTuple):
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    experts: tuple[jax.Array, ...] = ()
+    """In a mixture of experts, the numbers of the experts that computed each position: one array per layer, [rows,
+    slots, 1, num_experts_per_tok] of `expert_dtype`."""
 
 
 def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
@@ -149,6 +165,7 @@ def hidden(
     attention: str = "auto",
     scanned: bool = False,
     whole: Whole = as_given,
+    experts: jax.Array | None = None,
 ) -> jax.Array:
     """Final normalized states [B, T, hidden_size] of packed sequences.
 
@@ -157,7 +174,8 @@ def hidden(
     implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once for all layers;
     their parameters are stacked for this, which copies them. The parameters of blocks may be shares, from which `whole`
     makes whole parameters; parameters outside of blocks are whole. Adapters are applied in addition to their
-    projections; `prefill` and `decode_step` take parameters into which the adapters are merged.
+    projections; `prefill` and `decode_step` take parameters into which the adapters are merged. `experts`, integers
+    [B, T, layers, num_experts_per_tok], are forced as `routed` describes.
     """
     if config.lora.rank:
         params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}
@@ -166,9 +184,10 @@ def hidden(
     def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend(q, k, v, segment_ids, attention, window=config.sliding_window)
 
-    def block(params: Params, x: jax.Array, layer: int = 0) -> jax.Array:
+    def block(params: Params, x: jax.Array, forced: jax.Array | None, layer: int = 0) -> jax.Array:
         own = {name: value for name, value in params.items() if name.startswith(f"{BLOCKS}{layer}.")}
-        return _block(whole(own), config, layer, x, positions, attended)
+        flat = None if forced is None else forced.reshape(-1, forced.shape[-1])
+        return _block(whole(own), config, layer, x, positions, attended, partial(routed, forced=flat))
 
     def kept(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         if remat:
@@ -177,10 +196,13 @@ def hidden(
 
     if scanned:
         once = kept(block)
-        x, _ = jax.lax.scan(lambda x, layer: (split_rows(once(layer, x)), None), x, _stacked(params, config))
+        by_layer = None if experts is None else jnp.moveaxis(experts, 2, 0)
+        layers = _stacked(params, config), by_layer
+        x, _ = jax.lax.scan(lambda x, layer: (split_rows(once(layer[0], x, layer[1])), None), x, layers)
     else:
         for layer in range(config.num_hidden_layers):
-            x = kept(partial(block, layer=layer))(params, x)
+            forced = None if experts is None else experts[:, :, layer]
+            x = kept(partial(block, layer=layer))(params, x, forced)
     return _rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
 
 
@@ -227,7 +249,9 @@ def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) 
     """A cache for `rows` sequences of at most `slots` positions."""
     shape = (rows, slots, config.num_key_value_heads, config.head_dim)
     keys, values = ([jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)] for _ in range(2))
-    return KeyValueCache(tuple(keys), tuple(values))
+    chosen = (rows, slots, 1, config.num_experts_per_tok)
+    experts = [jnp.zeros(chosen, expert_dtype(config)) for _ in range(config.num_hidden_layers)]
+    return KeyValueCache(tuple(keys), tuple(values), tuple(experts) if config.num_experts else ())
 
 
 def prefill(params: Params, config: DecoderConfig, tokens: jax.Array) -> tuple[jax.Array, KeyValueCache]:
@@ -240,7 +264,7 @@ def prefill(params: Params, config: DecoderConfig, tokens: jax.Array) -> tuple[j
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     one_segment = jnp.zeros_like(tokens)
-    keys, values = [], []
+    keys, values, experts = [], [], []
     x = params[EMBEDDING][tokens]
 
     def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -248,9 +272,14 @@ def prefill(params: Params, config: DecoderConfig, tokens: jax.Array) -> tuple[j
         values.append(v)
         return attend(q, k, v, one_segment, window=config.sliding_window)
 
+    def cached_routing(*inputs: Any) -> tuple[jax.Array, jax.Array]:
+        weights, chosen = routed(*inputs)
+        experts.append(chosen.reshape(rows, width, 1, -1).astype(expert_dtype(config)))
+        return weights, chosen
+
     for layer in range(config.num_hidden_layers):
-        x = _block(params, config, layer, x, positions, cached_attention)
-    return x, KeyValueCache(tuple(keys), tuple(values))
+        x = _block(params, config, layer, x, positions, cached_attention, cached_routing)
+    return x, KeyValueCache(tuple(keys), tuple(values), tuple(experts))
 
 
 def decode_step(
@@ -261,7 +290,7 @@ def decode_step(
     A row whose position is past the cache is computed without effect on the cache.
     """
     rows = jnp.arange(tokens.shape[0])
-    keys, values = list(cache.keys), list(cache.values)
+    keys, values, experts = list(cache.keys), list(cache.values), list(cache.experts)
     x = params[EMBEDDING][tokens][:, None, :]
     for layer in range(config.num_hidden_layers):
 
@@ -271,8 +300,14 @@ def decode_step(
             values[layer] = values[layer].at[rows, positions].set(v[:, 0], mode="drop", unique_indices=True)
             return attend_once(q[:, 0], keys[layer], values[layer], positions, config.sliding_window)[:, None]
 
-        x = _block(params, config, layer, x, positions[:, None], cached_attention)
-    return final_logits(params, config, x[:, 0]), KeyValueCache(tuple(keys), tuple(values))
+        def cached_routing(*inputs: Any, layer: int = layer) -> tuple[jax.Array, jax.Array]:
+            weights, chosen = routed(*inputs)
+            own = chosen[:, None].astype(experts[layer].dtype)
+            experts[layer] = experts[layer].at[rows, positions].set(own, mode="drop", unique_indices=True)
+            return weights, chosen
+
+        x = _block(params, config, layer, x, positions[:, None], cached_attention, cached_routing)
+    return final_logits(params, config, x[:, 0]), KeyValueCache(tuple(keys), tuple(values), tuple(experts))
 
 
 def final_logits(params: Params, config: DecoderConfig, states: jax.Array) -> jax.Array:
@@ -284,7 +319,13 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _block(
-    params: Params, config: DecoderConfig, layer: int, x: jax.Array, positions: jax.Array, attention: Attention
+    params: Params,
+    config: DecoderConfig,
+    layer: int,
+    x: jax.Array,
+    positions: jax.Array,
+    attention: Attention,
+    routing: Routing,
 ) -> jax.Array:
     """One transformer block; `attention` maps q, k and v [B, T, heads, head_dim] to q's shape."""
     block, projections = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
@@ -303,7 +344,7 @@ def _block(
     x = x + _linear(params, f"{projections}.o_proj", attended.reshape(*attended.shape[:-2], -1))
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
     if config.num_experts:
-        return x + mixture(params, f"{block}.mlp", config, normed)
+        return x + mixture(params, f"{block}.mlp", config, normed, routing)
     gate = jax.nn.silu(_linear(params, f"{block}.mlp.gate_proj", normed))
     return x + _linear(params, f"{block}.mlp.down_proj", gate * _linear(params, f"{block}.mlp.up_proj", normed))
 

@@ -8,7 +8,7 @@ from.
 """
 
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -120,9 +120,16 @@ def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtyp
 
 def _split_heads(cache: KeyValueCache) -> KeyValueCache:
     """Split the heads over `tensor`, in arguments and in results, because functions are compiled for each sharding."""
-    heads = PartitionSpec(None, None, TENSOR, None)  # type: ignore[no-untyped-call]
-    split: KeyValueCache = jax.lax.with_sharding_constraint(cache, heads)  # type: ignore[no-untyped-call]
+    heads, whole = PartitionSpec(None, None, TENSOR, None), PartitionSpec()  # type: ignore[no-untyped-call]
+    specs: list[Any] = [len(part) * (spec,) for part, spec in zip(cache, (heads, heads, whole), strict=True)]
+    split: KeyValueCache = jax.lax.with_sharding_constraint(cache, KeyValueCache(*specs))  # type: ignore[no-untyped-call]
     return split
+
+
+@jax.jit
+def experts_in_slot(cache: KeyValueCache, slot: jax.Array) -> jax.Array:
+    """Numbers [length, layers, num_experts_per_tok] of the experts that computed each position in a slot."""
+    return jnp.stack([layer[slot, :, 0] for layer in cache.experts], axis=1)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))

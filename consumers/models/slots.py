@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from rollstream.consumers.models.adapters import merged, without_adapters
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.consumers.models.decoder import Params, pspecs
 from rollstream.consumers.models.slot_steps import (
     AXIS,
@@ -27,6 +27,7 @@ from rollstream.consumers.models.slot_steps import (
     SlotTokens,
     decode_slots,
     empty_slots,
+    experts_in_slot,
     fill_slots,
 )
 from rollstream.consumers.models.tokenizer import PromptRefused
@@ -73,9 +74,10 @@ class RowTokens(NamedTuple):
 
 
 def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: str) -> int:
-    """Size of a cache of keys and values."""
-    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return slots * max_model_len * values * jnp.dtype(dtype).itemsize
+    """Size of a cache of keys and values, and of the numbers of experts."""
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    experts = config.num_hidden_layers * config.num_experts_per_tok * np.dtype(expert_dtype(config)).itemsize
+    return slots * max_model_len * (values + experts)
 
 
 class SlotDecoder:
@@ -198,6 +200,16 @@ class SlotDecoder:
         """Remove the row in a slot before it has ended."""
         self._table.remaining[slot] = 0
         heapq.heappush(self._free[slot // self._slots_each], slot % self._slots_each)
+
+    def routed_experts(self, slot: int, length: int) -> NDArray[Any] | None:
+        """Return the numbers [length, layers, num_experts_per_tok] of the experts that computed the first `length`
+        positions of the row in a slot, or of the row that ended there last; None for a model without experts.
+
+        A token is computed when the next one is sampled, so a row that ended has one position less than tokens.
+        """
+        if not self.config.num_experts:
+            return None
+        return np.asarray(experts_in_slot(self._cache, slot))[:length]
 
     def decode(self, params: Params) -> list[RowTokens]:
         """Sample up to `steps` tokens of every row; rows that end leave their slots."""

@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.config import decoder_config
@@ -123,6 +125,11 @@ class FollowedPolicy:
     def decode(self) -> "Sequence[RowTokens]":
         """Decode some tokens of every row with the version in use."""
         return self._decoder.decode(self._params)
+
+    def routed_experts(self, slot: int, length: int) -> NDArray[Any] | None:
+        """Return the experts of the first positions of the row in a slot, or that ended there last; None if the model
+        has none."""
+        return self._decoder.routed_experts(slot, length)
 
     def end(self, slot: int) -> None:
         """Remove the row in a slot before its end."""

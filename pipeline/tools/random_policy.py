@@ -68,6 +68,9 @@ class RandomGenerator:
                 del self._rows[slot]
         return answer
 
+    def routed_experts(self, slot: int, length: int) -> None:
+        """Return None: there are no experts."""
+
     def end(self, slot: int) -> None:
         """Remove the row in a slot."""
         del self._rows[slot]

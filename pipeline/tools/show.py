@@ -19,8 +19,10 @@ from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, inde
 from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place, rollout_places
 from rollstream.pipeline.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.run_settings import settings_of
-from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.records import Rollout, TrainingBatch
+from rollstream.producers.inference.replay_arrays import is_known
+from rollstream.topics.errors import ConfigurationError, RecordError, TopicError
+from rollstream.topics.records import NamedArray, Rollout, TrainingBatch
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,24 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     columns = "id, its text" if texts else "id"
     sampled = f"{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled"
     console.print(_text(f"\n{sampled}: each {columns} and its log-probability", "bold"))
+    if ROUTED_EXPERTS in r.token_arrays:
+        console.print(_text(_routing_line(r.token_arrays[ROUTED_EXPERTS])))
     console.print(tokens_table(r, details.advantage, None if full else 400, texts))
     if details.group:
         console.print(_text("\ngroup", "bold"))
         rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in details.group]
         console.print(_text(table(("  uid", "reward", "advantage"), rows)))
     console.print(_text("\n" + "\n".join(details.fate.lines())))
+
+
+def _routing_line(named: NamedArray) -> str:
+    try:
+        experts = named.array()
+        known = int(is_known(experts).sum())
+    except (RecordError, ValueError):
+        return f"{ROUTED_EXPERTS}: unreadable"
+    each = " x ".join(map(str, experts.shape[1:]))
+    return f"{ROUTED_EXPERTS}: {each} of {known} tokens, {experts.dtype}, {len(named.data)} bytes"
 
 
 def _text(text: str, style: str = "") -> Any:

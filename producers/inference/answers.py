@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
+from rollstream.producers.inference.replay_arrays import experts_of
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.wire.validation import NO_LOGPROB
@@ -61,6 +63,8 @@ class Sample:
     """OpenAI's tool calls of the message, as the server parsed them."""
     replica_id: str = ""
     """Name of the server; empty if its answer has none."""
+    experts: NDArray[Any] | None = None
+    """Experts of the tokens of prompt and answer, see replay_arrays.experts_of; None where the server names none."""
 
     @property
     def truncated(self) -> bool:
@@ -144,6 +148,12 @@ def _openai_sample(
         versions=_openai_versions(choice, body, choices),
         tool_calls=message.get("tool_calls") or (),
         replica_id=body.get("replica_id"),
+        experts=(
+            _first(
+                choice.get("routed_experts"), (choice.get("sglext") or body.get("sglext") or {}).get("routed_experts")
+            ),
+            body.get("prompt_routed_experts"),
+        ),
     )
 
 
@@ -161,6 +171,7 @@ def _sglang_sample(output: Mapping[str, Any], source: str, asked_tokens: Sequenc
         versions=_first(meta.get("weight_versions"), meta.get("weight_version")),
         tool_calls=(),
         replica_id=meta.get("replica_id"),
+        experts=(meta.get("routed_experts"), None),
     )
 
 
@@ -175,6 +186,7 @@ def _sample(
     versions: Any,
     tool_calls: Sequence[Mapping[str, Any]],
     replica_id: Any,
+    experts: tuple[Any, Any],
 ) -> Sample:
     if tokens is None or prompt_tokens is None:
         raise InferenceRefused(
@@ -199,6 +211,7 @@ def _sample(
         spans=_spans(versions, len(tokens), source),
         tool_calls=tuple(dict(call) for call in tool_calls),
         replica_id="" if replica_id is None else str(replica_id),
+        experts=experts_of(experts[0], len(prompt_tokens), len(tokens), prompt_value=experts[1]),
     )
 
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
+from numpy.typing import NDArray
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.flow.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
@@ -78,6 +79,9 @@ class Completion:
     """Wall time of the answer, seconds since the Unix epoch."""
     inference_time_s: float
     """Seconds between request and answer."""
+    experts: NDArray[Any] | None = None
+    """Experts of the tokens of prompt and answer, see replay_arrays.experts_of; None unless the request asks for them
+    and the server names them."""
 
     @property
     def lowest_version(self) -> int:
@@ -379,4 +383,5 @@ def _completion(
         },
         timestamp=time.time(),
         inference_time_s=elapsed_s,
+        experts=sample.experts if request.routed_experts else None,
     )

@@ -3,7 +3,9 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from rollstream.topics.errors import RollstreamError
 
@@ -34,6 +36,9 @@ class SampledSequence(NamedTuple):
     finish_reason: FinishReason
     spans: Sequence[PolicySpan] = ()
     """Policy versions of all tokens, in order and without gaps."""
+    routed_experts: NDArray[Any] | None = None
+    """Experts [prompt + tokens - 1, layers, experts of a token] that computed the tokens of prompt and answer, the last
+    one excepted; None unless the request asks for them and the model has experts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +56,8 @@ class DecodeRequest:
     min_p: float = 0.0
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a row, besides the model's own end tokens."""
+    routed_experts: bool = False
+    """Whether the answer is to have the numbers of the experts, if the model has any."""
     on_tokens: Callable[[int, Sequence[int], Sequence[float]], None] | None = None
     """Called in the engine's thread with the index of a row, its new tokens and their logprobs, before the result."""
     ends: Callable[[Sequence[int], int], bool] | None = None
@@ -132,6 +139,10 @@ class Generator(Protocol):
 
     def decode(self) -> Sequence[DecodedTokens]:
         """Decode some tokens of every row."""
+
+    def routed_experts(self, slot: int, length: int) -> NDArray[Any] | None:
+        """Return the experts [length, layers, experts of a token] of the first positions of the row in a slot, which
+        may have just ended; None if the model has none."""
 
     def end(self, slot: int) -> None:
         """Remove the row in a slot before its end."""

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from rollstream.producers.config import InferenceConfig
 from rollstream.producers.inference.decoding import (
@@ -54,6 +57,7 @@ class _Sequence:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[PolicySpan] = []
+        self.routed_experts: NDArray[Any] | None = None
         self.finish_reason: FinishReason | None = None
 
     def extend(self, decoded: DecodedTokens, version: int) -> None:
@@ -88,7 +92,7 @@ class _Pending:
 
     def result(self) -> DecodeResult:
         rows = [
-            SampledSequence(each.tokens, each.logprobs, each.finish_reason or "length", each.spans)
+            SampledSequence(each.tokens, each.logprobs, each.finish_reason or "length", each.spans, each.routed_experts)
             for each in self.sequences
         ]
         return DecodeResult(min(span.version for row in rows for span in row.spans), rows)
@@ -275,6 +279,10 @@ class Engine:
                 self.generator.end(decoded.slot)
         except Exception as error:  # raised by the request's own callback: only this request fails
             pending.fail(error)
+        if sequence.finish_reason is not None and request.routed_experts:
+            # No other row takes the slot before the next call of `start`.
+            computed = len(request.prompts[index]) + len(sequence.tokens) - 1
+            sequence.routed_experts = self.generator.routed_experts(decoded.slot, computed)
         return sequence.finish_reason is not None
 
     def _end_cancelled(self) -> None:

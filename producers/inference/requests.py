@@ -29,6 +29,9 @@ class SampleRequest:
     stop: tuple[str, ...] = ()
     session: str = ""
     """Requests of one session go to one server while it is healthy and up to date."""
+    routed_experts: bool = False
+    """Whether the answer is to name the experts of each token, where the server knows them. vLLM names them if it was
+    started with --enable-return-routed-experts, whatever the request says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,7 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
     Completions have the engines' own sampling parameters only if the server takes these `extensions`."""
     stop = {"stop": list(request.stop)} if request.stop else {}
     limits = {"n": request.n, "temperature": request.temperature, **stop}
+    replayed = {"return_routed_experts": True} if request.routed_experts else {}
     match engine:
         case "rollstream":
             payload = {
@@ -89,7 +93,7 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
                 "logprobs": 1,
                 "return_token_ids": True,
                 **OPENAI_NEUTRAL,
-                **(ENGINE_NEUTRAL if extensions else {}),
+                **({**ENGINE_NEUTRAL, **replayed} if extensions else {}),
                 **limits,
             }
             return EngineRequest(path="/v1/completions", payload=payload, dialect="completions")
@@ -108,5 +112,6 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
                 "sampling_params": {"max_new_tokens": request.max_tokens, **limits},
                 "return_logprob": True,
                 "logprob_start_len": -1,
+                **replayed,
             }
             return EngineRequest(path="/generate", payload=payload, dialect="sglang")

@@ -241,6 +241,7 @@ class InferenceServer:
             top_k=parameters.top_k,
             min_p=parameters.min_p,
             stop_token_ids=sorted(parameters.stop_token_ids),
+            routed_experts=parameters.routed_experts,
             on_tokens=on_tokens,
             ends=ends if parameters.stop else None,
         )

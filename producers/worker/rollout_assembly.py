@@ -12,6 +12,7 @@ import numpy as np
 from rollstream.producers.environments.environment import Episode, Message, Prompt
 from rollstream.producers.flow.policy_versions import UNKNOWN
 from rollstream.producers.inference.client import Completion
+from rollstream.producers.inference.replay_arrays import joined_experts
 from rollstream.producers.worker.sampling import ContextFull
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import (
@@ -26,7 +27,7 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, WEIGHT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +136,15 @@ def rollout_of(
     """Return the rollout of one episode. Raises RecordError as `join` does.
 
     Its timestamp comes from its last reply, and its weight step from the lowest version that sampled it. `token_arrays`
-    hold the version of each token.
+    hold the version of each token, and the experts that computed it if the replies name them.
     """
     completions = completions_of(episode)
     oldest = min(completions, key=lambda completion: completion.lowest_version)
     sequence = join(episode)
+    arrays = {WEIGHT_VERSION: sequence.versions}
+    experts = joined_experts([completion.experts for completion in completions], len(sequence.tokens))
+    if experts is not None:
+        arrays[ROUTED_EXPERTS] = experts
     return Rollout(
         uid=uid,
         group_id=stamp.group_id,
@@ -168,7 +173,7 @@ def rollout_of(
             timestamp=completions[-1].timestamp,
             weight_step=oldest.weight_step,
         ),
-        token_arrays={WEIGHT_VERSION: NamedArray.of(sequence.versions)},
+        token_arrays={name: NamedArray.of(array) for name, array in arrays.items()},
         extra={**stamp.origin, **(extra or {})},
     )
 

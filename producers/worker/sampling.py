@@ -28,6 +28,8 @@ class GroupSampling:
     seed: int
     assume_version: int = -1
     """Policy version assumed for a server that reports none; -1 refuses such a server."""
+    routed_experts: bool = False
+    """Whether samples are to name the experts of each token."""
 
 
 class SamplingClient(Protocol):
@@ -90,6 +92,7 @@ class GroupSampler:
             seed=seed,
             stop=tuple(self._environment.stop),
             session=self._session,
+            routed_experts=self.sampling.routed_experts,
         )
         completions = await self._client.complete(request)
         return [with_version(completion, self.sampling.assume_version) for completion in completions]

@@ -333,6 +333,7 @@ class Worker:
             temperature=stamp.temperature,
             seed=row_seed(config.seed, stamp.group_id) >> 1,
             assume_version=config.assume_version,
+            routed_experts=config.routed_experts,
         )
         episodes = await play_group(environment, self._client, prompt, sampling, limits)
         uids = uids_of(stamp.group_id, stamp.group_size)

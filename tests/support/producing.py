@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.config import InferenceConfig
@@ -131,6 +132,9 @@ class SortingGenerator:
                 decoded.append(SortedRow(slot, row.tokens[:count], row.logprobs[:count], None))
                 self.decoding[slot] = row._replace(tokens=row.tokens[count:], logprobs=row.logprobs[count:])
         return decoded
+
+    def routed_experts(self, slot: int, length: int) -> NDArray[np.uint8] | None:
+        return None
 
     def end(self, slot: int) -> None:
         del self.decoding[slot]

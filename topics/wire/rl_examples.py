@@ -19,6 +19,12 @@ REFERENCE = "reference_log_probs"
 WEIGHT_VERSION = "weight_version"
 """Key, in a rollout's token_arrays, of the policy version that sampled each token, int64 [T]; -1 if not sampled."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Key, in a rollout's token_arrays, of the experts that computed each token when it was sampled, [T, layers, experts of
+a token], or [T, the product of both], of |u1 or <u2; the largest value of the dtype where they are unknown."""
+REPLAYED = (ROUTED_EXPERTS,)
+"""Keys of the arrays that batches always carry, because the learner's own forward pass needs them."""
+
 
 class Source(NamedTuple):
     """Place of an example in `rollouts`."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.grouping.core.estimators import RolloutDetails, TurnOutcome
 from rollstream.topics.records import Bool, Float32, Int32, NamedArray, Rollout, SamplingParams
 from rollstream.topics.wire.codec import column_bytes
-from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, Source
+from rollstream.topics.wire.rl_examples import REFERENCE, REPLAYED, RLExample, Source
 
 SPARE_BYTES = 1024
 """Most bytes besides its arrays with which a record is held as it is. The arrays of other records are copied, so that
@@ -105,11 +105,11 @@ class HeldRollout(_Fields):
         )
 
     def trimmed(self, token_arrays: Collection[str] = ()) -> "HeldRollout":
-        """Return it with the reference log-probabilities and the named `token_arrays` only, and without the bytes of
-        its record if many of them are of no use."""
+        """Return it with the reference log-probabilities, the arrays REPLAYED and the named `token_arrays` only, and
+        without the bytes of its record if many of them are of no use."""
         held = self
         if arrays := self.token_arrays:
-            kept = {name: arrays[name] for name in (REFERENCE, *token_arrays) if name in arrays} or NOTHING
+            kept = {name: arrays[name] for name in (REFERENCE, *REPLAYED, *token_arrays) if name in arrays} or NOTHING
             held = held._replace(token_arrays=kept)
         if len(self.data) - 9 * self.length > SPARE_BYTES:
             begins = (0, 4 * self.length, 5 * self.length)

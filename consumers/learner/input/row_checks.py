@@ -4,6 +4,7 @@ The rows left out depend on the batch and the settings alone, so they are the sa
 leaves out the rows that its record names.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 from rollstream.topics.records.fates import Skip
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Range of temperatures that are trained on: a temperature divides the logits and the gradient of every token."""
@@ -98,6 +100,15 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
                 any_trained(~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
             )
         )
+    if config.replays_routing:
+        layers, several = config.model.num_hidden_layers, config.model.num_experts_per_tok
+        checks.append(
+            (
+                "experts",
+                f"{ROUTED_EXPERTS} that do not name {several} experts in each of {layers} layers for each token",
+                _other_experts(batch, layers * several),
+            )
+        )
     if config.too_long in ("refuse", "skip"):
         checks.append(
             (
@@ -107,6 +118,16 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
             )
         )
     return checks
+
+
+def _other_experts(batch: TrainingBatch, each: int) -> NDArray[np.bool_]:
+    """Whether a row names other than `each` experts for each token, bool [rows]; False for rows that name none."""
+    other = np.zeros(len(batch), bool)
+    for entry in batch.token_arrays:
+        if entry.name == ROUTED_EXPERTS:
+            unsigned = entry.array.dtype in ("|u1", "<u2")
+            other[entry.rows] = not unsigned or math.prod(entry.array.shape[1:]) != each
+    return other
 
 
 def _within(values: NDArray[Any], least: float, greatest: float) -> bool:

@@ -212,7 +212,14 @@ def _next_token_logprobs(
         params = {**params, **whole({name: value for name, value in params.items() if not name.startswith(BLOCKS)})}
     packed = batch["tokens"], batch["positions"], batch["segment_ids"]
     states = hidden(
-        params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned, whole=whole
+        params,
+        model,
+        *packed,
+        remat=compute.remat,
+        attention=compute.attention,
+        scanned=compute.scanned,
+        whole=whole,
+        experts=batch.get("routed_experts"),
     )
     if sequence_parts(states.shape[1]) > 1:
         # Rolling keeps all parts of equal length; the target of the last token is arbitrary, and its result is dropped.

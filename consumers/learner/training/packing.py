@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.objective import LossConfig, token_weight, trains
 from rollstream.consumers.learner.training.bin_packing import layout
+from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, token_arrays_of
 
 TooLong = Literal["skip", "truncate", "error"]
 _ALIGNED_BYTES = 64
@@ -42,6 +44,9 @@ class TrainingSequence(NamedTuple):
     """Whether the rollout was cut off before it ended; the loss may leave such sequences out."""
     reference_log_probs: NDArray[np.float32] | None = None
     """Log-probability of each token under a reference policy, if the rollout carries them."""
+    routed_experts: NDArray[Any] | None = None
+    """Experts that computed each token, [tokens, layers, experts of a token] or [tokens, their product], if the rollout
+    carries them; unsigned integers, the largest value of the dtype if they are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +59,10 @@ class PackedBatch:
     """Largest number of segments of a row, padding included."""
     words: NDArray[np.int32]
     """The rows as one array for the devices, [rows, words]: see `parts`."""
-    own: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    own: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Further arrays [rows, length]: "reference_log_probs" if they are asked for, and "advantages" if some segment has
-    different ones, instead of the advantages of segments."""
+    different ones, instead of the advantages of segments. "routed_experts", [rows, length, layers, experts of a token],
+    if they are asked for."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -174,6 +180,7 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     Log-probabilities recorded before the temperature was applied ("raw") or under greedy sampling are at temperature 1.
     """
     splits, reference = batch.splits.tolist(), batch.reference_logprobs
+    arrays = token_arrays_of(batch)
     temperatures = np.where(batch.logprobs_processed, batch.temperatures, 1.0).tolist()
     return [
         TrainingSequence(
@@ -184,9 +191,10 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
             temperature=temperature or 1.0,
             truncated=truncated,
             reference_log_probs=reference[start:end] if len(reference) else None,
+            routed_experts=named.get(ROUTED_EXPERTS),
         )
-        for start, end, advantages, temperature, truncated in zip(
-            splits[:-1], splits[1:], _advantages(batch), temperatures, batch.truncated.tolist(), strict=True
+        for start, end, advantages, temperature, truncated, named in zip(
+            splits[:-1], splits[1:], _advantages(batch), temperatures, batch.truncated.tolist(), arrays, strict=True
         )
     ]
 
@@ -230,6 +238,7 @@ def pack_for(
         too_long="skip" if config.too_long == "refuse" else config.too_long,
         loss=config.loss,
         carried_reference=config.reference == "carried",
+        experts=config.model if config.replays_routing else None,
         numbers=numbers,
         rollouts=rollouts,
     )
@@ -245,6 +254,7 @@ def pack(
     too_long: TooLong = "error",
     loss: LossConfig | None = None,
     carried_reference: bool = False,
+    experts: DecoderConfig | None = None,
     numbers: Sequence[int] | None = None,
     rollouts: int | None = None,
 ) -> PackedStep:
@@ -254,6 +264,9 @@ def pack(
     sequence goes into the first row with room; shorter sequences fill room left in microbatches of longer rows before
     a microbatch of their own bucket is started. `loss` gives the weights of tokens, and whether truncated sequences
     are trained on.
+
+    With `experts`, the model whose experts are replayed, microbatches have "routed_experts", which are unknown where a
+    sequence names none.
 
     Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the positions of the given
     sequences among these rollouts. Rollouts without a sequence were left out.
@@ -284,7 +297,7 @@ def pack(
             shares[number * minibatches // total].append(sequence)
     shapes = _rows_by_length(rows, sequence_length, length_buckets)
     return PackedStep(
-        updates=tuple(_update(share, shapes, loss, carried_reference) for share in shares),
+        updates=tuple(_update(share, shapes, loss, carried_reference, experts) for share in shares),
         too_long=sum(length > sequence_length for length in lengths),
     )
 
@@ -296,7 +309,7 @@ def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> 
 
 def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
     """The first tokens of a sequence, marked as truncated."""
-    reference = sequence.reference_log_probs
+    reference, experts = sequence.reference_log_probs, sequence.routed_experts
     return sequence._replace(
         tokens=sequence.tokens[:length],
         loss_mask=sequence.loss_mask[:length],
@@ -304,16 +317,21 @@ def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
         generator_log_probs=sequence.generator_log_probs[:length],
         truncated=True,
         reference_log_probs=None if reference is None else reference[:length],
+        routed_experts=None if experts is None else experts[:length],
     )
 
 
 def _update(
-    sequences: Sequence[TrainingSequence], shapes: dict[int, int], loss: LossConfig, reference: bool
+    sequences: Sequence[TrainingSequence],
+    shapes: dict[int, int],
+    loss: LossConfig,
+    reference: bool,
+    experts: DecoderConfig | None,
 ) -> PackedUpdate:
     """Pack one update; `shapes` gives the rows of a microbatch by row length, longest first."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     packed = [
-        _microbatch([sequences[index] for index in items[own]], bins[own] - first, rows, length, loss, reference)
+        _microbatch([sequences[i] for i in items[own]], bins[own] - first, rows, length, loss, reference, experts)
         for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
         for first in range(0, int(bins.max(initial=-1)) + 1, rows)
         for own in [(bins >= first) & (bins < first + rows)]
@@ -334,13 +352,14 @@ def _microbatch(
     length: int,
     loss: LossConfig,
     reference: bool,
+    experts: DecoderConfig | None,
 ) -> tuple[PackedBatch, list[int]]:
     """The microbatch of sequences in given rows, and the number of trained tokens of each sequence that has any."""
     most = int(np.bincount(bins).max()) + 1
     words = _aligned((rows, words_of_row(length, most)), np.int32)
     tokens, log_probs, mask, table = parts(words, length)
     log_probs, mask = log_probs.view(np.float32), mask.view(np.bool_)
-    own: dict[str, NDArray[np.float32]] = {}
+    own: dict[str, NDArray[Any]] = {}
     if reference:
         own["reference_log_probs"] = _aligned((rows, length), np.float32)
     if any(len(sequence.advantages) > 1 for sequence in sequences):
@@ -372,12 +391,30 @@ def _microbatch(
             for array in (tokens, log_probs, mask, *own.values()):
                 array[row, end:length] = 0
             segments.append((row, counts[row], end, 0, 0.0, 0.0, 1.0))
+    if experts is not None:
+        own["routed_experts"] = _experts(experts, sequences, bins, rows, length)
     table[:, 0] = length
     numbers = np.array(segments)
     at, place_of = numbers[:, :2].astype(np.int64).T
     table[at, :2, place_of] = numbers[:, 2:4]
     table.view(np.float32)[at, 2:, place_of] = numbers[:, 4:]
     return PackedBatch(length=length, segments=most, words=words, own=own), trained
+
+
+def _experts(
+    model: DecoderConfig, sequences: Sequence[TrainingSequence], bins: NDArray[np.int64], rows: int, length: int
+) -> NDArray[Any]:
+    """Experts of every position [rows, length, layers, experts of a token]; unknown in padding."""
+    dtype, each = np.dtype(expert_dtype(model)), (model.num_hidden_layers, model.num_experts_per_tok)
+    unknown = np.iinfo(dtype).max
+    packed = np.full((rows, length, *each), unknown, dtype)
+    ends = [0] * rows
+    for row, sequence in zip(bins.tolist(), sequences, strict=True):
+        begin, size = ends[row], len(sequence.tokens)
+        ends[row] += size
+        if (own := sequence.routed_experts) is not None:
+            packed[row, begin : begin + size] = np.where(own < model.num_experts, own, unknown).reshape(size, *each)
+    return packed
 
 
 def _aligned(shape: tuple[int, int], dtype: Any) -> NDArray[Any]:

@@ -53,7 +53,7 @@ from rollstream.consumers.learner.training.step_parameters import (
 )
 from rollstream.consumers.learner.training.unpacking import unpacked
 from rollstream.consumers.models import decoder, parameters
-from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
+from rollstream.consumers.models.config import ComputeSettings, DecoderConfig, expert_dtype
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.topics.errors import ConfigurationError
 
@@ -233,10 +233,17 @@ class TrainStep:
             batch = {name: _shape(out.shape, out.dtype, self._rows) for name, out in unpacking.out_info.items()}
             if self.config.reference == "carried":
                 batch["reference_log_probs"] = batch["generator_log_probs"]
-            if set(self._extra_log_probs) - {"teacher_log_probs"}:
-                lowered[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
+            if self.config.replays_routing:
+                model = self.config.model
+                experts = (rows, length, model.num_hidden_layers, model.num_experts_per_tok)
+                batch["routed_experts"] = _shape(experts, expert_dtype(model), self._rows)
+            own = set(self._extra_log_probs) - {"teacher_log_probs"}
+            # Both are the same program unless the policy's experts are replayed.
+            for name in sorted(own)[: 2 if self.config.replays_routing else 1]:
+                lowered[f"{name} {rows}x{length}"] = self._log_probs.lower(state.params, _input_of(name, batch))
             if self.teacher is not None:
-                lowered[f"teacher {rows}x{length}"] = self.teacher.log_probs.lower(self.teacher.abstract_params, batch)
+                needed = _input_of("teacher_log_probs", batch)
+                lowered[f"teacher {rows}x{length}"] = self.teacher.log_probs.lower(self.teacher.abstract_params, needed)
             for extra in self._extra_log_probs:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
@@ -346,7 +353,7 @@ class TrainStep:
         )
         optimizer = make_optimizer(settings, warm.steps)
         loss = replace(self.config.loss, kl_coefficient=0.0, distillation_coefficient=0.0, reward_coefficient=1.0)
-        one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss)
+        one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss, routing_replay=False)
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
         shardings = chosen(self.shardings.params, self._taught)
         params = chosen(state.params, self._taught)
@@ -402,7 +409,7 @@ class TrainStep:
         }
         needed = {name: models[name] for name in self._extra_log_probs}
         return tuple(
-            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in needed.items()}}
+            {**batch, **{name: call(model, _input_of(name, batch)) for name, (call, model) in needed.items()}}
             for batch in map(self._arrays, update.microbatches)
         )
 
@@ -507,6 +514,12 @@ class TrainStep:
                 return function(*arguments)
 
         return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, **options)
+
+
+def _input_of(name: str, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the arrays from which log-probabilities of this name are computed. Other models than the policy have
+    experts of their own."""
+    return batch if name == "proximal_log_probs" else {n: a for n, a in batch.items() if n != "routed_experts"}
 
 
 def _scanned(config: LearnerConfig) -> bool:

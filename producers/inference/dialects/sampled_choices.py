@@ -6,9 +6,14 @@ they change more. A tokenizer with byte tokens also shows complete characters ne
 stop with U+FFFD may be found late.
 """
 
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rollstream.producers.inference.decoding import DecodeResult, PolicySpan, SampledSequence
 from rollstream.producers.inference.dialects.fields import BadRequest
@@ -88,6 +93,17 @@ class SampledChoice:
     stop_reason: int | str | None
     """The stop string or token of the request that ended it; None for an end token of the model."""
     versions: tuple[PolicySpan, ...]
+    routed_experts: NDArray[Any] | None = None
+    """Experts of prompt and tokens, the last token excepted; see SampledSequence."""
+
+    @property
+    def routing_fields(self) -> dict[str, Any]:
+        """Experts for an answer as vLLM gives them, an .npy file in base64; nothing if they are unknown."""
+        if self.routed_experts is None:
+            return {}
+        file = io.BytesIO()
+        np.save(file, self.routed_experts, allow_pickle=False)
+        return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
     @property
     def lowest_version(self) -> int:
@@ -145,6 +161,7 @@ def sampled_choice(
         versions=tuple(
             PolicySpan(span.version, span.start, min(span.stop, count)) for span in row.spans if span.start < count
         ),
+        routed_experts=None if row.routed_experts is None else row.routed_experts[: len(prompt) + count - 1],
     )
 
 

@@ -33,7 +33,9 @@ HARMLESS = {
     "spaces_between_special_tokens",
 }  # fmt: skip
 """Fields that do not change how tokens are drawn. They are accepted, most of them without effect."""
-READ = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"}
+READ = {
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "return_routed_experts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class SamplingParameters:
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
+    routed_experts: bool = False
+    """Whether a whole answer is to name the experts of each token; streams never do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,7 @@ def parse_parameters(
         seed=None if body.get("seed") is None else fields.integer(body, "seed", 0),
         stop=fields.strings(body, "stop", most=MAX_STOPS),
         stop_token_ids=stop_token_ids.union(stop_ids),
+        routed_experts=fields.flag(body, "return_routed_experts"),
     )
 
 

@@ -1,8 +1,11 @@
 """Requests in the dialect of each engine."""
 
+from dataclasses import replace
+
 import pytest
 
 from rollstream.producers.inference.requests import (
+    ENGINES,
     EngineName,
     SampleRequest,
     engine_request,
@@ -58,6 +61,17 @@ def test_completions_set_the_engines_own_parameters_only_where_a_server_takes_th
         engine_request(REQUEST, "rollstream", "policy", extensions=extensions).payload for extensions in (False, True)
     )
     assert {**plain, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} == extended
+
+
+def test_the_experts_of_tokens_are_asked_for_where_a_server_knows_the_parameter() -> None:
+    request = replace(REQUEST, routed_experts=True)
+    asked = {
+        (engine, extensions)
+        for engine in ENGINES
+        for extensions in (False, True)
+        if "return_routed_experts" in engine_request(request, engine, "m", extensions=extensions).payload
+    }
+    assert asked == {("rollstream", True), ("sglang", True), ("sglang", False)}
 
 
 def test_vllm_is_asked_on_its_route_of_tokens() -> None:

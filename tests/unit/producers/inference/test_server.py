@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
+from rollstream.producers.inference.replay_arrays import experts_of
 from rollstream.producers.inference.server import InferenceServer
 from rollstream.topics.errors import RollstreamError
 from tests.support.log_lines import log_lines
@@ -170,6 +173,29 @@ def test_sampling_is_truncated_where_a_setting_allows_it() -> None:
         assert answer.choices[0].text == "12"
         with pytest.raises(openai.BadRequestError, match="above 0"):
             client.completions.create(**ask, top_p=0)
+
+
+class ExpertGenerator(SortingGenerator):
+    """Names the position of each token as its expert."""
+
+    def routed_experts(self, slot: int, length: int) -> NDArray[np.uint8]:
+        return np.arange(length, dtype="|u1").reshape(-1, 1, 1)
+
+
+def test_the_experts_of_prompt_and_answer_are_named_where_a_request_asks_for_them() -> None:
+    with serving(ExpertGenerator()) as server:
+        eventually(lambda: server.version == 0, 60, "weights are loaded")
+        ask = {"prompt": "213>", "temperature": 0, "return_routed_experts": True}
+        [whole] = post(server, json.dumps(ask).encode())[1]["choices"]
+        experts = experts_of(whole["routed_experts"], 4, len(whole["token_ids"]))
+        assert experts is not None
+        assert experts.ravel().tolist() == [*range(4 + len(whole["token_ids"]) - 1), 255]
+        [cut] = post(server, json.dumps({**ask, "stop": "2"}).encode())[1]["choices"]
+        experts = experts_of(cut["routed_experts"], 4, 2)
+        assert experts is not None
+        assert experts.ravel().tolist() == [0, 1, 2, 3, 4, 255]
+        [silent] = post(server, json.dumps({**ask, "return_routed_experts": False}).encode())[1]["choices"]
+        assert "routed_experts" not in silent
 
 
 def test_texts_are_tokenized_as_vllm_does_it(server: InferenceServer) -> None:

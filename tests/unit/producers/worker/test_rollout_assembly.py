@@ -1,15 +1,17 @@
 """Episodes become rollouts token by token as they were sampled."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rollstream.producers.environments.environment import Episode, Message, Prompt, Score
 from rollstream.producers.inference.client import Completion
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.topics.errors import RecordError
-from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, WEIGHT_VERSION
 from rollstream.topics.wire.validation import problems
 
 STAMP = GroupStamp(
@@ -24,8 +26,15 @@ STAMP = GroupStamp(
 )
 
 
-def reply(prompt: Sequence[int], tokens: Sequence[int], version: int = 3, text: str = "hm") -> Completion:
+def reply(
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    version: int = 3,
+    text: str = "hm",
+    experts: NDArray[Any] | None = None,
+) -> Completion:
     return Completion(
+        experts=experts,
         text=text,
         truncated=False,
         prompt_tokens=np.asarray(prompt, np.int32),
@@ -86,6 +95,20 @@ def test_later_turns_append_and_versions_span_all_of_them() -> None:
     assert rollout.loss_mask.tolist() == [False, False, True, True, False, False, True, True]
     assert [(turn.start, turn.stop) for turn in rollout.turns] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert (rollout.lowest_version, rollout.highest_version) == (3, 4)
+
+
+def test_each_token_keeps_the_experts_that_computed_it_when_it_was_sampled() -> None:
+    first = np.array([[[1]], [[2]], [[3]], [[255]]], "|u1")
+    later = np.array([[[9]], [[9]], [[9]], [[4]], [[5]], [[6]], [[255]]], "|u1")
+    played = episode(reply([5, 6], [7, 1], experts=first), user("more"), reply([5, 6, 7, 1, 9], [8, 1], experts=later))
+    rollout = rollout_of(played, Prompt(example_id="e", text="q"), STAMP, uid="u")
+    assert problems(rollout) == []
+    experts = rollout.token_arrays[ROUTED_EXPERTS]
+    assert (experts.dtype, experts.shape) == ("|u1", (7, 1, 1))
+    assert list(experts.data) == [1, 2, 3, 4, 5, 6, 255]
+    without = episode(reply([5, 6], [7, 1], experts=first), reply([5, 6, 7, 1], [8, 1]))
+    partly = rollout_of(without, Prompt(example_id="e", text="q"), STAMP, uid="u").token_arrays[ROUTED_EXPERTS]
+    assert list(partly.data) == [1, 2, 3, 255, 255, 255]
 
 
 def test_a_context_that_was_rewritten_is_refused() -> None:

@@ -12,11 +12,10 @@ from rollstream.consumers.grouping.testing import GroupingTestDriver, example_ro
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS as EXPERTS
 from rollstream.topics.wire.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
 from rollstream.topics.wire.validation import batch_problems
 from tests.support.pairs import driver
-
-EXPERTS = "routed_experts"
 
 
 def stamped(weight_step: int, timestamp: float) -> RolloutMetadata:
@@ -32,8 +31,11 @@ def arrays(*values: int, experts: int = 0) -> dict[str, NamedArray]:
 
 
 def mixed() -> tuple[GroupingTestDriver, TrainingBatch]:
-    """A batch of four rows: one with versions, two with versions and experts (of two widths), and one with nothing."""
-    d = driver(batch_rollouts=4, token_arrays=(WEIGHT_VERSION, EXPERTS))
+    """A batch of four rows: one with versions, two with versions and experts (of two widths), and one with nothing.
+
+    Experts need no entry in token_arrays.
+    """
+    d = driver(batch_rollouts=4, token_arrays=(WEIGHT_VERSION,))
     unnamed = {"entropy": NamedArray.of(np.zeros(4, "<f4"))}
     rows: list[dict[str, NamedArray]] = [
         {**arrays(-1, -1, 3, 4), **unnamed},
