@@ -36,6 +36,14 @@ class WorkerConfig:
     """Groups in flight at once."""
     temperature: float = 1.0
     """Sampling temperature."""
+    top_p: float = 1.0
+    """The likeliest tokens that together reach this probability are sampled from; 1 samples from all. Like top_k and
+    min_p, it needs servers that name the kept tokens: rollstream's, or vLLM with --return-sampling-mask, or
+    SGLang. Evaluations sample from all tokens."""
+    top_k: int = 0
+    """Number of likeliest tokens that are sampled from; 0 samples from all."""
+    min_p: float = 0.0
+    """Tokens of at least this share of the highest probability are sampled from; 0 samples from all."""
     seed: int = 0
     """Seed of the order of prompts, in which all workers take turns, and of sampling, for which the group's id makes it
     different for each group."""
@@ -72,6 +80,16 @@ class WorkerConfig:
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigurationError(
                 f"worker.drain_timeout_s is {self.drain_timeout_s}; it must be a finite number, at least 0"
+            )
+        if not (0 < self.top_p <= 1 and self.top_k >= 0 and 0 <= self.min_p <= 1):
+            raise ConfigurationError(
+                f"worker has top_p {self.top_p}, top_k {self.top_k} and min_p {self.min_p}; give a top_p above 0 "
+                "and at most 1, a top_k of at least 0, and a min_p of 0 to 1"
+            )
+        if (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0) and self.logprobs_mode == "raw":
+            raise ConfigurationError(
+                'worker.logprobs_mode is "raw", but with top_p, top_k or min_p the logprobs must be of the '
+                'distribution sampled from: start the servers with processed ones, and set logprobs_mode to "processed"'
             )
         if not self.inference_urls:
             raise ConfigurationError(
@@ -390,8 +408,8 @@ class InferenceConfig:
     drain_timeout_s: float = 10.0
     """Time for requests in flight to be answered after SIGTERM; new requests are refused with status 503."""
     truncated_sampling: bool = False
-    """Whether requests may set top_p, top_k or min_p. Logprobs then refer to the truncated distribution, which a
-    learner cannot recompute: use this for evaluation and deployed agents, not for rollouts to train on."""
+    """Whether requests may set top_p, top_k or min_p without return_sampling_mask. Logprobs then refer to the truncated
+    distribution, which a learner cannot recompute; for evaluation and agents, not for rollouts to train on."""
     conversation_cache_tokens: int = 4_000_000
     """Tokens of recent conversations that the server keeps, 4 bytes each, to continue conversations as sampled."""
     seed: int = 0

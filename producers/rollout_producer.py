@@ -17,7 +17,7 @@ from rollstream.topics.traces.stages import rollout_sent
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.signatures import ROLLOUT, signed_or_plain, signer_of
-from rollstream.topics.wire.validation import UIDS_LIMIT, untyped_problems
+from rollstream.topics.wire.validation import UIDS_LIMIT, is_masked, untyped_problems
 
 
 class RolloutProducer(RecordSender):
@@ -60,10 +60,16 @@ class RolloutProducer(RecordSender):
         of these cases this rollout was not sent.
         """
         wrong = untyped_problems(rollout)
-        if not wrong and self._trains and rollout.sampling.filtered and not self._allow_filtered:
+        filtered = rollout.sampling.filtered and not self._allow_filtered
+        if (
+            not wrong
+            and self._trains
+            and filtered
+            and not is_masked(rollout.loss_mask, rollout.logprobs_mode, rollout.token_arrays)
+        ):
             wrong = [
-                "it was sampled with top_p, top_k or min_p, so its logprobs are not the policy's (sample "
-                "without them, or set allow_filtered_sampling here and in grouping)"
+                "it was sampled with top_p, top_k or min_p, so its logprobs are not the policy's (record its "
+                "sampling_mask, sample without them, or set allow_filtered_sampling here and in grouping)"
             ]
         if wrong:
             raise RecordError(f"rollout {rollout.uid!r} was not sent: {'; '.join(wrong)}")

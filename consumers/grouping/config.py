@@ -108,7 +108,7 @@ class GroupingConfig:
     """Whether groups of older versions of an example are dropped once a group of a newer version was offered for
     batches."""
     allow_filtered_sampling: bool = False
-    """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
+    """Whether rollouts sampled with top_p, top_k or min_p may be trained on without their sampling_mask."""
     exclude_environments: tuple[str, ...] = ()
     """Environments whose groups are dropped."""
     exclude_workers: tuple[str, ...] = ()
@@ -131,7 +131,8 @@ class GroupingConfig:
     """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
     token_arrays: tuple[str, ...] = ()
     """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
-    and in capacity_bytes. The reference log-probabilities and routed_experts need no entry here."""
+    and in capacity_bytes. The reference log-probabilities, routed_experts and sampling_mask need no entry
+    here."""
     mark_keys: tuple[str, ...] = ()
     """Public keys of the processes that may write marks, such as grouping processes; other marks are dropped as
     invalid, unless they only move stream time. If empty, whoever may write to `rollouts` may write marks."""

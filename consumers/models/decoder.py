@@ -230,19 +230,21 @@ def token_logprobs(
     targets: jax.Array,
     temperatures: jax.Array,
     *,
+    kept: vocabulary.Kept | None = None,
     chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy of the distribution, float32 [...].
 
-    `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits. `chunk` is the number of
+    `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits; `kept` limits the distribution
+    of each position. `chunk` is the number of
     vocabulary entries whose logits are held at once, forward and backward; 0 holds all.
     """
     weight = head_weight(params, config)
     at_once = not 0 < chunk < config.vocab_size
     # XLA crashes if it gathers from logits split over tokens and over the vocabulary; `chunked` does not gather.
     if at_once and sequence_parts(states.shape[1]) == 1:
-        return vocabulary.whole(states, weight, targets, temperatures)
-    return vocabulary.chunked(states, weight, targets, temperatures, config.vocab_size if at_once else chunk)
+        return vocabulary.whole(states, weight, targets, temperatures, kept)
+    return vocabulary.chunked(states, weight, targets, temperatures, kept, config.vocab_size if at_once else chunk)
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:

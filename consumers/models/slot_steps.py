@@ -36,10 +36,26 @@ class SamplingArrays(NamedTuple, Generic[Array]):
     """float32 [B]: tokens of at least this share of the highest probability are kept; 0 keeps all."""
 
 
-def choose(
-    logits: jax.Array, sampling: SamplingArrays[jax.Array], indices: jax.Array, *, filtering: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return a token, int32 [B], and its log-probability, float32 [B], for every row.
+MOST_KEPT = 1024
+"""Largest number of tokens that top_k, top_p and min_p keep: the likeliest, if they would keep more."""
+
+
+class Choice(NamedTuple):
+    """The token that was drawn for each of B rows."""
+
+    tokens: jax.Array
+    """int32 [B]."""
+    logprobs: jax.Array
+    """float32 [B]."""
+    kept: jax.Array
+    """int32 [B, MOST_KEPT, or fewer of a small vocabulary]: the tokens among which each row was drawn, the likeliest
+    first; [B, 0] without `filtering`."""
+    counts: jax.Array
+    """int32 [B]: their number; 0 if it was drawn among all."""
+
+
+def choose(logits: jax.Array, sampling: SamplingArrays[jax.Array], indices: jax.Array, *, filtering: bool) -> Choice:
+    """Return a token and its log-probability for every row.
 
     `logits` are float32 [B, vocabulary]; `indices` int32 [B] count the tokens that a row sampled before. top_k, top_p
     and min_p are applied only with `filtering`, because they sort the vocabulary. Log-probabilities are at the sampling
@@ -47,17 +63,26 @@ def choose(
     """
     greedy = sampling.temperatures == 0.0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperatures)[:, None]
+    kept, counts = jnp.zeros((len(logits), 0), jnp.int32), jnp.zeros(len(logits), jnp.int32)
     if filtering:
-        scaled = jnp.where(_kept(scaled, sampling) | greedy[:, None], scaled, -jnp.inf)
+        order, counts = _kept(scaled, sampling)
+        counts = jnp.where(greedy, 0, counts)
+        kept = order[:, :MOST_KEPT].astype(jnp.int32)
+        ranks = jnp.arange(scaled.shape[-1])
+        removed = (ranks >= counts[:, None]) & (counts > 0)[:, None]
+        removed = jnp.zeros_like(removed).at[jnp.arange(len(scaled))[:, None], order].set(removed, unique_indices=True)
+        scaled = jnp.where(removed, -jnp.inf, scaled)
     keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(sampling.seeds, impl="threefry2x32"), indices)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
     # The largest of logits plus Gumbel noise is a draw from their softmax.
     tokens = jnp.argmax(jnp.where(greedy[:, None], scaled, scaled + noise), axis=-1).astype(jnp.int32)
-    return tokens, jnp.take_along_axis(jax.nn.log_softmax(scaled), tokens[:, None], axis=-1)[:, 0]
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(scaled), tokens[:, None], axis=-1)[:, 0]
+    return Choice(tokens, logprobs, kept, counts)
 
 
-def _kept(scaled: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
-    """Tokens that the filters keep, bool [B, vocabulary], in vLLM's order: min_p, then top_k, then top_p."""
+def _kept(scaled: jax.Array, sampling: SamplingArrays[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B, vocabulary] by rank, and the number of the first of them that the filters keep, [B]; 0 if a row has no
+    filter. The filters apply in vLLM's order: min_p, then top_k, then top_p."""
     order = jnp.argsort(scaled, axis=-1, descending=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     ranks = jnp.arange(scaled.shape[-1])
@@ -67,8 +92,11 @@ def _kept(scaled: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
     probabilities = jax.nn.softmax(jnp.where(allowed, ranked, -jnp.inf))
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     allowed &= (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
-    allowed |= ranks == 0
-    return jnp.zeros_like(allowed).at[jnp.arange(len(scaled))[:, None], order].set(allowed)
+    # Each filter keeps the likeliest tokens; rounding in a sum may make an exception of a single one.
+    first_removed = jnp.argmin(allowed, axis=-1)
+    counts = jnp.where(jnp.all(allowed, axis=-1), scaled.shape[-1], jnp.maximum(first_removed, 1))
+    filtered = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
+    return order, jnp.where(filtered, jnp.minimum(counts, MOST_KEPT), 0)
 
 
 AXIS = "slots"
@@ -103,6 +131,10 @@ class SlotTokens(NamedTuple):
     """float32 [S, steps]; undefined after the end of a row."""
     counts: jax.Array
     """int32 [S]: number of tokens that belong to the row."""
+    kept: jax.Array
+    """int32 [S, steps, most]: the tokens among which each token was drawn; see Choice."""
+    kept_counts: jax.Array
+    """int32 [S, steps]: their number; 0 if it was drawn among all."""
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
@@ -226,16 +258,18 @@ def decode_slots(
             # A row that is done gets a position past the cache, so it changes nothing there.
             positions = jnp.where(state.active, table.positions + step, context)
             logits, window = decode_step(params, config, window, state.last, positions)
-            tokens, logprobs = choose(logits, table.sampling, table.indices + step, filtering=filtering)
-            ended = jnp.any(tokens[:, None] == table.stop_ids, axis=-1)
+            choice = choose(logits, table.sampling, table.indices + step, filtering=filtering)
+            ended = jnp.any(choice.tokens[:, None] == table.stop_ids, axis=-1)
             decoding = _Decoding(
                 step=step + 1,
                 active=state.active & ~ended & (step + 1 < table.remaining),
-                last=tokens,
+                last=choice.tokens,
                 sampled=SlotTokens(
-                    tokens=sampled.tokens.at[:, step].set(tokens),
-                    logprobs=sampled.logprobs.at[:, step].set(logprobs),
+                    tokens=sampled.tokens.at[:, step].set(choice.tokens),
+                    logprobs=sampled.logprobs.at[:, step].set(choice.logprobs),
                     counts=sampled.counts + state.active,
+                    kept=sampled.kept.at[:, step].set(choice.kept),
+                    kept_counts=sampled.kept_counts.at[:, step].set(choice.counts),
                 ),
             )
             return decoding, window
@@ -248,6 +282,8 @@ def decode_slots(
                 tokens=jnp.zeros((rows, steps), jnp.int32),
                 logprobs=jnp.zeros((rows, steps), jnp.float32),
                 counts=jnp.zeros(rows, jnp.int32),
+                kept=jnp.zeros((rows, steps, min(MOST_KEPT, config.vocab_size) if filtering else 0), jnp.int32),
+                kept_counts=jnp.zeros((rows, steps), jnp.int32),
             ),
         )
         window = jax.tree.map(lambda slots: slots[:rows, :context], cache)

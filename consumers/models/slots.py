@@ -71,6 +71,8 @@ class RowTokens(NamedTuple):
     """Log-probabilities of the tokens under the sampling distribution; for a greedy row, at temperature 1."""
     finish_reason: FinishReason | None
     """Reason why the row ended and left its slot; None while the row continues."""
+    kept: list[list[int]]
+    """The tokens among which each of `tokens` was drawn, the likeliest first; empty if the row has no filter."""
 
 
 def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: str) -> int:
@@ -225,7 +227,7 @@ class SlotDecoder:
         )
         sampled = self._decode(params, rows, _fitting(self._length_buckets, furthest), filtering=filtering)
         places = active // each * rows + active % each
-        tokens, logprobs, counts = (np.asarray(array)[places] for array in sampled)
+        tokens, logprobs, counts, kept, kept_counts = (np.asarray(array)[places] for array in sampled)
         last = tokens[np.arange(active.size), counts - 1]
         table.tokens[active] = last
         table.positions[active] += counts
@@ -234,18 +236,24 @@ class SlotDecoder:
         stopped = (last[:, None] == table.stop_ids[active]).any(axis=1)
         spent = table.remaining[active] == 0
         results = []
-        for slot, count, ids, values, stop, end in zip(
-            *(array.tolist() for array in (active, counts, tokens, logprobs, stopped, spent)), strict=True
+        for row, (slot, count, ids, values, stop, end) in enumerate(
+            zip(*(array.tolist() for array in (active, counts, tokens, logprobs, stopped, spent)), strict=True)
         ):
             reason: FinishReason | None = "stop" if stop else "length" if end else None
-            results.append(RowTokens(slot, ids[:count], values[:count], reason))
+            among = []
+            if filtering:
+                numbers = kept_counts[row, :count].tolist()
+                among = [
+                    each[:number].tolist() for each, number in zip(kept[row, :count], numbers, strict=True) if number
+                ]
+            results.append(RowTokens(slot, ids[:count], values[:count], reason, among))
             if reason:
                 self.end(slot)
         return results
 
     def sample(self, params: Params, rows: Sequence[Row]) -> list[RowTokens]:
         """Sample rows until they end, as many at a time as there are slots. All slots must be free at the call."""
-        finished: list[RowTokens] = [RowTokens(-1, [], [], None) for _ in rows]
+        finished: list[RowTokens] = [RowTokens(-1, [], [], None, []) for _ in rows]
         waiting, in_slots = list(range(len(rows)))[::-1], dict[int, int]()
         while waiting or in_slots:
             if starting := [waiting.pop() for _ in range(min(self.free, len(waiting)))]:
@@ -254,6 +262,7 @@ class SlotDecoder:
                 so_far = finished[in_slots[decoded.slot]]
                 so_far.tokens.extend(decoded.tokens)
                 so_far.logprobs.extend(decoded.logprobs)
+                so_far.kept.extend(decoded.kept)
                 if decoded.finish_reason:
                     index = in_slots.pop(decoded.slot)
                     finished[index] = so_far._replace(slot=decoded.slot, finish_reason=decoded.finish_reason)

@@ -5,47 +5,71 @@ results are float32 for every dtype of states and weights.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 _NEVER = -1e30
-"""Logit of padding entries: finite, so that probability 0 times the logit is 0."""
+"""Logit of padding and of removed entries: finite, so that probability 0 times the logit is 0."""
+
+
+class Kept(NamedTuple):
+    """Entries to which the distributions of positions [R, T] are limited, each of them once, with any padding."""
+
+    positions: jax.Array
+    """int32 [R, M]: position in its row; T or more in padding."""
+    entries: jax.Array
+    """int32 [R, M]: vocabulary entry. A position without any is not limited; the target of a position always stays."""
 
 
 def whole(
-    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array
+    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array, kept: Kept | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The results of `chunked`, computed from all logits [..., V] at once."""
     logits = jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
-    log_probabilities = jax.nn.log_softmax(logits / temperatures[..., None])
+    scaled = logits / temperatures[..., None]
+    if kept is not None:
+        scaled = jnp.where(_allowed(kept, targets, jnp.arange(weight.shape[0]), 1, 0), scaled, _NEVER)
+    log_probabilities = jax.nn.log_softmax(scaled)
     chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked(
-    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array, chunk: int
+    states: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    temperatures: jax.Array,
+    kept: Kept | None,
+    chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy, both float32 [...], holding logits for at most `chunk` entries.
 
     `states` [..., H] and `weight` [V, H] have the same dtype; `targets` int32 [...]; `temperatures` float32 [...]
-    divide the logits. The log-sum-exp is accumulated over the chunks (arXiv:1805.02867); the backward pass recomputes
-    the logits of each chunk, and casts gradients to the dtype of states and weights.
+    divide the logits. With `kept`, for states [R, T, H], both are of the distribution limited to these entries. The
+    log-sum-exp is accumulated over the chunks (arXiv:1805.02867); the backward pass recomputes the logits of each
+    chunk, and casts gradients to the dtype of states and weights.
     """
-    return _forward(states, weight, targets, temperatures, chunk)[0]
+    return _forward(states, weight, targets, temperatures, kept, chunk)[0]
 
 
 def _forward(
-    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array, chunk: int
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    states: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    temperatures: jax.Array,
+    kept: Kept | None,
+    chunk: int,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     count = chunks_of(weight.shape[0], chunk)
     view = _view(weight, count)
 
     def add(carry: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         """Add a chunk to the running max m, z = sum exp(s - m), t = sum exp(s - m) (s - m) of all scaled logits s."""
         m, z, t, chosen = carry
-        scaled, ours = _chunk(states, view, index, temperatures, targets, weight.shape[0])
+        scaled, ours = _chunk(states, view, index, temperatures, targets, kept, weight.shape[0])
         highest = jnp.maximum(m, jnp.max(scaled, axis=-1))
         shift, centred = m - highest, scaled - highest[..., None]
         exponentials = jnp.exp(centred)
@@ -58,13 +82,13 @@ def _forward(
     (m, z, t, chosen), _ = jax.lax.scan(add, start, jnp.arange(count))
     normaliser = m + jnp.log(z)
     entropy = jnp.log(z) - t / z
-    return (chosen - normaliser, entropy), (states, weight, targets, temperatures, normaliser, entropy)
+    return (chosen - normaliser, entropy), (states, weight, targets, temperatures, kept, normaliser, entropy)
 
 
 def _backward(
-    chunk: int, kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    states, weight, targets, temperatures, normaliser, entropy = kept
+    chunk: int, saved: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None, jax.Array, None]:
+    states, weight, targets, temperatures, kept, normaliser, entropy = saved
     to_chosen, to_entropy = (cotangent[..., None] for cotangent in cotangents)
     count = chunks_of(weight.shape[0], chunk)
     view = _view(weight, count)
@@ -73,7 +97,7 @@ def _backward(
     def add(carry: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         """With p the probabilities: d chosen / d s = [target] - p and d entropy / d s = -p (log p + entropy)."""
         d_states, d_view, d_temperatures = carry
-        scaled, ours = _chunk(states, view, index, temperatures, targets, weight.shape[0])
+        scaled, ours = _chunk(states, view, index, temperatures, targets, kept, weight.shape[0])
         log_p = scaled - normaliser[..., None]
         p = jnp.exp(log_p)
         d_scaled = to_chosen * (ours - p) - to_entropy * p * (log_p + entropy[..., None])
@@ -89,7 +113,7 @@ def _backward(
     start: tuple[jax.Array, ...] = (jnp.zeros(states.shape, jnp.float32), jnp.zeros_like(view), nothing)
     (d_states, d_view, d_temperatures), _ = jax.lax.scan(add, start, jnp.arange(count))
     d_weight = d_view.reshape(-1, weight.shape[1])[: weight.shape[0]]
-    return d_states.astype(states.dtype), d_weight, None, d_temperatures
+    return d_states.astype(states.dtype), d_weight, None, d_temperatures, None
 
 
 chunked.defvjp(_forward, _backward)
@@ -113,7 +137,13 @@ def _view(weight: jax.Array, count: int) -> jax.Array:
 
 
 def _chunk(
-    states: jax.Array, view: jax.Array, index: jax.Array, temperatures: jax.Array, targets: jax.Array, entries: int
+    states: jax.Array,
+    view: jax.Array,
+    index: jax.Array,
+    temperatures: jax.Array,
+    targets: jax.Array,
+    kept: Kept | None,
+    entries: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled logits float32 [..., chunk] of one chunk, and a mask of the target's position."""
     part = jax.lax.dynamic_index_in_dim(view, index, 1, keepdims=False)
@@ -122,4 +152,16 @@ def _chunk(
     scaled = jnp.matmul(states, part.T, preferred_element_type=jnp.float32) / temperatures[..., None]
     if size * count > entries:
         scaled = jnp.where(numbers < entries, scaled, _NEVER)
+    if kept is not None:
+        scaled = jnp.where(_allowed(kept, targets, numbers, count, index), scaled, _NEVER)
     return scaled, targets[..., None] == numbers
+
+
+def _allowed(kept: Kept, targets: jax.Array, numbers: jax.Array, count: int, index: jax.Array | int) -> jax.Array:
+    """Whether the entries `numbers`, every `count`-th from `index` on, stay at each position, bool [R, T, chunk]."""
+    rows, size = jnp.arange(len(targets))[:, None], len(numbers)
+    # Indices beyond the end are dropped.
+    columns = jnp.where(kept.entries % count == index, kept.entries // count, size)
+    mask = jnp.zeros((*targets.shape, size), bool).at[rows, kept.positions, columns].set(True, mode="drop")
+    limited = jnp.zeros(targets.shape, bool).at[rows, kept.positions].set(True, mode="drop")
+    return mask | ~limited[..., None] | (targets[..., None] == numbers)

@@ -23,6 +23,7 @@ class RandomTokens(NamedTuple):
     tokens: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None
+    kept: Sequence[Sequence[int]] = ()
 
 
 class RandomGenerator:

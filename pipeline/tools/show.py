@@ -21,8 +21,8 @@ from rollstream.pipeline.plain_values import compact, decoded, plain, tell, time
 from rollstream.pipeline.run_settings import settings_of
 from rollstream.producers.inference.replay_arrays import is_known
 from rollstream.topics.errors import ConfigurationError, RecordError, TopicError
-from rollstream.topics.records import NamedArray, Rollout, TrainingBatch
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
+from rollstream.topics.records import Rollout, TrainingBatch
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     columns = "id, its text" if texts else "id"
     sampled = f"{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled"
     console.print(_text(f"\n{sampled}: each {columns} and its log-probability", "bold"))
-    if ROUTED_EXPERTS in r.token_arrays:
-        console.print(_text(_routing_line(r.token_arrays[ROUTED_EXPERTS])))
+    for line in _replay_lines(r):
+        console.print(_text(line))
     console.print(tokens_table(r, details.advantage, None if full else 400, texts))
     if details.group:
         console.print(_text("\ngroup", "bold"))
@@ -133,14 +133,21 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     console.print(_text("\n" + "\n".join(details.fate.lines())))
 
 
-def _routing_line(named: NamedArray) -> str:
-    try:
-        experts = named.array()
-        known = int(is_known(experts).sum())
-    except (RecordError, ValueError):
-        return f"{ROUTED_EXPERTS}: unreadable"
-    each = " x ".join(map(str, experts.shape[1:]))
-    return f"{ROUTED_EXPERTS}: {each} of {known} tokens, {experts.dtype}, {len(named.data)} bytes"
+def _replay_lines(r: Rollout) -> list[str]:
+    """Return a line for the experts and one for the sampling mask, if the rollout has them."""
+    lines = []
+    if (named := r.token_arrays.get(ROUTED_EXPERTS)) is not None:
+        try:
+            experts = named.array()
+            known = int(is_known(experts).sum())
+            each = " x ".join(map(str, experts.shape[1:]))
+            lines.append(f"{ROUTED_EXPERTS}: {each} of {known} tokens, {experts.dtype}, {len(named.data)} bytes")
+        except (RecordError, ValueError) as error:
+            lines.append(f"{ROUTED_EXPERTS}: unreadable ({error})")
+    if (named := r.token_arrays.get(SAMPLING_MASK)) is not None:
+        each = f"{len(named.data) / 4 / max(int(r.loss_mask.sum()), 1):.1f}"
+        lines.append(f"{SAMPLING_MASK}: {each} tokens kept for each sampled token, {len(named.data)} bytes")
+    return lines
 
 
 def _text(text: str, style: str = "") -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
-from rollstream.producers.inference.replay_arrays import experts_of
+from rollstream.producers.inference.replay_arrays import SamplingMask, experts_of, mask_of
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.wire.validation import NO_LOGPROB
@@ -65,6 +65,8 @@ class Sample:
     """Name of the server; empty if its answer has none."""
     experts: NDArray[Any] | None = None
     """Experts of the tokens of prompt and answer, see replay_arrays.experts_of; None where the server names none."""
+    mask: SamplingMask | None = None
+    """Tokens among which each token was drawn; None where the server names none."""
 
     @property
     def truncated(self) -> bool:
@@ -154,6 +156,7 @@ def _openai_sample(
             ),
             body.get("prompt_routed_experts"),
         ),
+        mask=choice.get("sampling_mask"),
     )
 
 
@@ -167,11 +170,15 @@ def _sglang_sample(output: Mapping[str, Any], source: str, asked_tokens: Sequenc
         finish_reason=finish_reason["type"] if isinstance(finish_reason, Mapping) else finish_reason,
         prompt_tokens=_first(output.get("prompt_token_ids"), meta.get("prompt_token_ids"), asked_tokens),
         tokens=_first(output.get("output_ids"), entries and [entry[1] for entry in entries]),
-        logprobs=None if entries is None else [entry[0] for entry in entries],
+        # Those of the distribution over the kept tokens, if filters applied.
+        logprobs=_first(
+            meta.get("output_token_sampling_logprobs"), None if entries is None else [entry[0] for entry in entries]
+        ),
         versions=_first(meta.get("weight_versions"), meta.get("weight_version")),
         tool_calls=(),
         replica_id=meta.get("replica_id"),
         experts=(meta.get("routed_experts"), None),
+        mask=meta.get("output_token_sampling_mask"),
     )
 
 
@@ -187,6 +194,7 @@ def _sample(
     tool_calls: Sequence[Mapping[str, Any]],
     replica_id: Any,
     experts: tuple[Any, Any],
+    mask: Any,
 ) -> Sample:
     if tokens is None or prompt_tokens is None:
         raise InferenceRefused(
@@ -202,16 +210,18 @@ def _sample(
     values = np.asarray(logprobs, np.float32)
     if not all(value > NO_LOGPROB and math.isfinite(value) for value in values.tolist()):
         raise InferenceRefused(f"{source} answered with a logprob that is not finite")
+    token_ids = _token_ids(tokens)
     return Sample(
         text="" if text is None else str(text),
         finish_reason=finish_reason,
         prompt_tokens=_token_ids(prompt_tokens),
-        tokens=_token_ids(tokens),
+        tokens=token_ids,
         logprobs=values,
         spans=_spans(versions, len(tokens), source),
         tool_calls=tuple(dict(call) for call in tool_calls),
         replica_id="" if replica_id is None else str(replica_id),
         experts=experts_of(experts[0], len(prompt_tokens), len(tokens), prompt_value=experts[1]),
+        mask=mask_of(mask, token_ids),
     )
 
 

@@ -19,6 +19,7 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.flow.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
 from rollstream.producers.inference.answers import Sample, refusal_of, samples_of, token_versions
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.replay_arrays import SamplingMask
 from rollstream.producers.inference.replicas import Replica, ReplicaSet
 from rollstream.producers.inference.requests import (
     LABEL_ROUTES,
@@ -82,6 +83,8 @@ class Completion:
     experts: NDArray[Any] | None = None
     """Experts of the tokens of prompt and answer, see replay_arrays.experts_of; None unless the request asks for them
     and the server names them."""
+    mask: SamplingMask | None = None
+    """Tokens among which each token was drawn, if the request has filters and the server names them."""
 
     @property
     def lowest_version(self) -> int:
@@ -377,11 +380,13 @@ def _completion(
         replica_id=sample.replica_id or url,
         sampling_params={
             "temperature": str(request.temperature),
+            **{name: str(value) for name, value in request.filters.parameters.items()},
             "max_tokens": str(request.max_tokens),
             "seed": str(request.seed),
             **stop,
         },
         timestamp=time.time(),
         inference_time_s=elapsed_s,
+        mask=sample.mask if request.filters.active else None,
         experts=sample.experts if request.routed_experts else None,
     )

@@ -39,6 +39,8 @@ class SampledSequence(NamedTuple):
     routed_experts: NDArray[Any] | None = None
     """Experts [prompt + tokens - 1, layers, experts of a token] that computed the tokens of prompt and answer, the last
     one excepted; None unless the request asks for them and the model has experts."""
+    kept: Sequence[Sequence[int]] = ()
+    """The tokens among which each token was drawn, the likeliest first; empty if no filter applied."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,6 +108,10 @@ class DecodedTokens(Protocol):
     @property
     def logprobs(self) -> Sequence[float]:
         """Log-probabilities of `tokens` under the distribution sampled from."""
+
+    @property
+    def kept(self) -> Sequence[Sequence[int]]:
+        """The tokens among which each of `tokens` was drawn, the likeliest first; empty if no filter applied."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

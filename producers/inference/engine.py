@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,12 +58,14 @@ class _Sequence:
         self.logprobs: list[float] = []
         self.spans: list[PolicySpan] = []
         self.routed_experts: NDArray[Any] | None = None
+        self.kept: list[Sequence[int]] = []
         self.finish_reason: FinishReason | None = None
 
     def extend(self, decoded: DecodedTokens, version: int) -> None:
         start = len(self.tokens)
         self.tokens += decoded.tokens
         self.logprobs += decoded.logprobs
+        self.kept += decoded.kept
         self.finish_reason = decoded.finish_reason
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
@@ -92,7 +94,14 @@ class _Pending:
 
     def result(self) -> DecodeResult:
         rows = [
-            SampledSequence(each.tokens, each.logprobs, each.finish_reason or "length", each.spans, each.routed_experts)
+            SampledSequence(
+                tokens=each.tokens,
+                logprobs=each.logprobs,
+                finish_reason=each.finish_reason or "length",
+                spans=each.spans,
+                routed_experts=each.routed_experts,
+                kept=each.kept,
+            )
             for each in self.sequences
         ]
         return DecodeResult(min(span.version for row in rows for span in row.spans), rows)

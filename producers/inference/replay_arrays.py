@@ -1,14 +1,16 @@
-"""What a learner replays of sampling, as engines answer it and as rollouts carry it: the experts of each token. Pure.
+"""What a learner replays of sampling, as engines answer it and as rollouts carry it. Pure.
 
-vLLM and rollstream answer `routed_experts` as an .npy file in base64, [prompt + answer - 1, layers, experts of each];
-older releases of vLLM leave out the prompt, or answer it apart. SGLang answers the int32 numbers alone, in base64. The
-last token has no experts, because it is computed only with a next one.
+Experts: vLLM and rollstream answer `routed_experts` as an .npy file in base64, [prompt + answer - 1, layers, experts of
+each]; older releases of vLLM leave out the prompt, or answer it apart. SGLang answers the int32 numbers alone, in
+base64. The last token has no experts, because it is computed only with a next one.
+
+Sampling masks: a list of the tokens that top_p, top_k and min_p kept, for each token of the answer.
 """
 
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +61,48 @@ def joined_experts(replies: Sequence[NDArray[Any] | None], length: int) -> NDArr
             # The last token of a reply is computed with the next reply.
             done = len(array) - 1
     return experts
+
+
+class SamplingMask(NamedTuple):
+    """Tokens among which each of N tokens was drawn."""
+
+    counts: NDArray[np.int32]
+    """Their number for each token, [N]."""
+    tokens: NDArray[np.int32]
+    """These tokens, those of the first token first."""
+
+
+def mask_of(value: Any, tokens: NDArray[np.int32]) -> SamplingMask | None:
+    """Return the mask of the N `tokens` of an answer; None if `value` is None, or if some token has no kept tokens.
+
+    Raises ValueError if it is not a list of token ids for each token, among which is the token itself.
+    """
+    if value is None or not all(value):
+        return None
+    counts = np.array([len(each) for each in value], "<i4")
+    kept = np.array([token for each in value for token in each])
+    valid = len(counts) == len(tokens) and kept.ndim == 1 and (not kept.size or kept.dtype.kind in "iu")
+    if not valid or kept.min(initial=0) < 0 or kept.max(initial=0) > np.iinfo(np.int32).max:
+        raise ValueError(f"sampling_mask is not a list of token ids for each of {len(tokens)} tokens")
+    owners = np.repeat(np.arange(len(tokens)), counts)
+    present = np.zeros(len(tokens), bool)
+    present[owners[kept == np.asarray(tokens)[owners]]] = True
+    if not present.all():
+        raise ValueError("sampling_mask lacks a token that was sampled")
+    return SamplingMask(counts, kept.astype("<i4"))
+
+
+def joined_masks(replies: Sequence[tuple[int, SamplingMask | None]], length: int) -> SamplingMask | None:
+    """Return the mask of an episode of `length` tokens from those of its replies, each with the position of its first
+    sampled token; other tokens have no kept tokens. None if a reply has no mask."""
+    counts = np.zeros(length, "<i4")
+    parts = []
+    for start, mask in replies:
+        if mask is None:
+            return None
+        counts[start : start + len(mask.counts)] = mask.counts
+        parts.append(mask.tokens)
+    return SamplingMask(counts, np.concatenate(parts) if parts else np.empty(0, "<i4"))
 
 
 def is_known(experts: NDArray[Any]) -> NDArray[np.bool_]:

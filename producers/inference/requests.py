@@ -17,6 +17,24 @@ LABEL_ROUTES: Mapping[EngineName, str] = {"vllm": "/weight_info", "sglang": "/mo
 in development mode."""
 
 
+class Filters(NamedTuple):
+    """Filters by which tokens are removed from the distribution before one is drawn."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether any filter removes tokens."""
+        return self != Filters()
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """Parameters of a request, without those that remove nothing."""
+        return {name: value for name, value in self._asdict().items() if value != Filters._field_defaults[name]}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
     """A request for `n` samples after one prompt, of text or token ids."""
@@ -29,6 +47,9 @@ class SampleRequest:
     stop: tuple[str, ...] = ()
     session: str = ""
     """Requests of one session go to one server while it is healthy and up to date."""
+    filters: Filters = Filters()  # noqa: RUF009
+    """With filters, the answer is to name the tokens that they keep. vLLM names them if it was started with
+    --return-sampling-mask, whatever the request says."""
     routed_experts: bool = False
     """Whether the answer is to name the experts of each token, where the server knows them. vLLM names them if it was
     started with --enable-return-routed-experts, whatever the request says."""
@@ -81,8 +102,9 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
     """Return the request to `model` in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`.
     Completions have the engines' own sampling parameters only if the server takes these `extensions`."""
     stop = {"stop": list(request.stop)} if request.stop else {}
-    limits = {"n": request.n, "temperature": request.temperature, **stop}
+    limits = {"n": request.n, "temperature": request.temperature, **request.filters.parameters, **stop}
     replayed = {"return_routed_experts": True} if request.routed_experts else {}
+    masked = {"return_sampling_mask": True} if request.filters.active else {}
     match engine:
         case "rollstream":
             payload = {
@@ -93,7 +115,7 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
                 "logprobs": 1,
                 "return_token_ids": True,
                 **OPENAI_NEUTRAL,
-                **({**ENGINE_NEUTRAL, **replayed} if extensions else {}),
+                **({**ENGINE_NEUTRAL, **replayed, **masked} if extensions else {}),
                 **limits,
             }
             return EngineRequest(path="/v1/completions", payload=payload, dialect="completions")
@@ -113,5 +135,6 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str, *, ex
                 "return_logprob": True,
                 "logprob_start_len": -1,
                 **replayed,
+                **masked,
             }
             return EngineRequest(path="/generate", payload=payload, dialect="sglang")

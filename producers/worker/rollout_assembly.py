@@ -5,14 +5,16 @@ Nothing is tokenized here, because the prompt tokens of a reply include all toke
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollstream.producers.environments.environment import Episode, Message, Prompt
 from rollstream.producers.flow.policy_versions import UNKNOWN
 from rollstream.producers.inference.client import Completion
-from rollstream.producers.inference.replay_arrays import joined_experts
+from rollstream.producers.inference.replay_arrays import joined_experts, joined_masks
+from rollstream.producers.inference.requests import Filters
 from rollstream.producers.worker.sampling import ContextFull
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import (
@@ -27,7 +29,7 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, WEIGHT_VERSION
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, WEIGHT_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class GroupStamp:
     temperature: float
     logprobs_mode: Literal["raw", "processed"]
     worker_id: str
+    filters: Filters = Filters()  # noqa: RUF009
     origin: Mapping[str, str] = field(default_factory=dict)
     """The worker's process, recorded in `extra` of its rollouts under the keys `host` and `process`."""
 
@@ -141,7 +144,12 @@ def rollout_of(
     completions = completions_of(episode)
     oldest = min(completions, key=lambda completion: completion.lowest_version)
     sequence = join(episode)
-    arrays = {WEIGHT_VERSION: sequence.versions}
+    arrays: dict[str, NDArray[Any]] = {WEIGHT_VERSION: sequence.versions}
+    starts = [len(completion.prompt_tokens) for completion in completions]
+    masks = [completion.mask for completion in completions]
+    mask = joined_masks(list(zip(starts, masks, strict=True)), len(sequence.tokens))
+    if mask is not None:
+        arrays |= {SAMPLING_MASK: mask.tokens, SAMPLING_MASK_COUNTS: mask.counts}
     experts = joined_experts([completion.experts for completion in completions], len(sequence.tokens))
     if experts is not None:
         arrays[ROUTED_EXPERTS] = experts
@@ -160,7 +168,7 @@ def rollout_of(
         loss_mask=sequence.loss_mask,
         logprobs=sequence.logprobs,
         logprobs_mode=stamp.logprobs_mode,
-        sampling=SamplingParams(temperature=stamp.temperature),
+        sampling=SamplingParams(temperature=stamp.temperature, **stamp.filters._asdict()),
         # An environment's numbers may be NumPy's.
         reward=float(episode.score.reward),
         reward_components={name: float(value) for name, value in episode.score.components.items()},

@@ -15,7 +15,7 @@ from rollstream.producers.environments.environment import Environment
 from rollstream.producers.inference.client import Completion
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
-from rollstream.producers.inference.requests import SampleRequest
+from rollstream.producers.inference.requests import Filters, SampleRequest
 from rollstream.topics.errors import RollstreamError
 
 
@@ -28,6 +28,7 @@ class GroupSampling:
     seed: int
     assume_version: int = -1
     """Policy version assumed for a server that reports none; -1 refuses such a server."""
+    filters: Filters = Filters()  # noqa: RUF009
     routed_experts: bool = False
     """Whether samples are to name the experts of each token."""
 
@@ -92,6 +93,7 @@ class GroupSampler:
             seed=seed,
             stop=tuple(self._environment.stop),
             session=self._session,
+            filters=self.sampling.filters,
             routed_experts=self.sampling.routed_experts,
         )
         completions = await self._client.complete(request)

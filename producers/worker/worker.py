@@ -24,6 +24,7 @@ from rollstream.producers.gateway.service import WrittenRollouts
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.requests import Filters
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.worker.agent_player import PlayedEpisode, play_agents
 from rollstream.producers.worker.group_player import EpisodeFailed, EpisodeLimits, finish_or_stop, play_group
@@ -254,6 +255,7 @@ class Worker:
             group_size=environment.group_size,
             policy_version=max(self._newest_version(environment), config.assume_version),
             temperature=environment.temperature,
+            filters=Filters(config.top_p, config.top_k, config.min_p),
             logprobs_mode=config.logprobs_mode,
             worker_id=config.worker_id,
             origin=self._origin,
@@ -333,6 +335,7 @@ class Worker:
             temperature=stamp.temperature,
             seed=row_seed(config.seed, stamp.group_id) >> 1,
             assume_version=config.assume_version,
+            filters=stamp.filters,
             routed_experts=config.routed_experts,
         )
         episodes = await play_group(environment, self._client, prompt, sampling, limits)

@@ -90,11 +90,11 @@ def _decode(
         cache: KeyValueCache
 
     def take(state: State, logits: jax.Array) -> State:
-        tokens, logprobs = choose(logits, sampling, jnp.full(rows, state.step), filtering=False)
+        choice = choose(logits, sampling, jnp.full(rows, state.step), filtering=False)
         return state._replace(
             step=state.step + 1,
-            tokens=state.tokens.at[:, state.step].set(tokens),
-            logprobs=state.logprobs.at[:, state.step].set(logprobs),
+            tokens=state.tokens.at[:, state.step].set(choice.tokens),
+            logprobs=state.logprobs.at[:, state.step].set(choice.logprobs),
         )
 
     def advance(state: State) -> State:

@@ -414,6 +414,16 @@ def test_show_tells_of_a_rollout_its_group_and_its_fate(planted: Planted) -> Non
     assert dropped["fate"]["name"] == "dropped: group_too_small"
 
 
+def test_show_names_what_a_learner_replays_and_batches_carry_it(planted: Planted) -> None:
+    text = "\n".join(lines(planted, "show", "good0-1"))
+    assert "\nrouted_experts: 2 x 2 of 5 tokens, uint8, 24 bytes\n" in text
+    assert "\nsampling_mask: 2.0 tokens kept for each sampled token, 24 bytes\n" in text
+    assert "sampling_mask" not in "\n".join(lines(planted, "show", "good0-2"))
+    batch = planted.batch_of("good0-1")
+    carriers = [batch.uids[row] for entry in batch.token_arrays for row in entry.rows.tolist()]
+    assert sorted(carriers) == sorted(3 * ["good0-1", "good0-3"])
+
+
 def test_show_has_the_advantage_as_colour(planted: Planted) -> None:
     first = planted.batches[0]
     good, bad = (next(u for u, a in zip(first.uids, first.rewards, strict=True) if a == reward) for reward in (1, 0))

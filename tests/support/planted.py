@@ -6,14 +6,27 @@ Made by a real grouping process on a real broker; the learner's steps are writte
 import subprocess
 import time
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.plain_values import decoded
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mark, PolicyManifest, TrainingBatch
+from rollstream.topics.records import (
+    BatchUse,
+    GroupCancelled,
+    LearnerStep,
+    Mark,
+    NamedArray,
+    PolicyManifest,
+    SamplingParams,
+    TrainingBatch,
+)
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS
 from tests.support.batches import indexed_batches
 from tests.support.runs import RealRun, rollout
 from tests.support.settled import settled
@@ -51,7 +64,8 @@ def plant(run: RealRun) -> Planted:
     run.prepare()
     process = run.start("group", kafka__compression="none")
     planted = Planted(run)
-    run.send(rollout(name, member) for name in GOOD for member in range(4))
+    run.send(rollout(name, member) for name in GOOD[1:] for member in range(4))
+    run.send(rollout(GOOD[0], member, **(_replayed(member) if member % 2 else {})) for member in range(4))
     run.send(rollout("twice", member) for member in (0, 1, 0, 2, 3))
     run.send(rollout("cancelled", member) for member in range(3))
     cancelled = GroupCancelled(
@@ -74,6 +88,22 @@ def plant(run: RealRun) -> Planted:
         planted.index_offsets.append(read.index_offset)
     _train(planted)
     return planted
+
+
+def _replayed(member: int) -> dict[str, Any]:
+    """Fields of a rollout of 3 tokens and 3 sampled ones with arrays that a learner replays."""
+    experts = np.arange(6 * 2 * 2, dtype="|u1").reshape(6, 2, 2) + np.uint8(member)
+    experts[-1] = 255
+    counts = np.array([0, 0, 0, 2, 1, 3], "<i4")
+    arrays = {
+        ROUTED_EXPERTS: experts,
+        SAMPLING_MASK: np.arange(counts.sum(), dtype="<i4"),
+        SAMPLING_MASK_COUNTS: counts,
+    }
+    return {
+        "sampling": SamplingParams(top_p=0.9),
+        "token_arrays": {name: NamedArray.of(array) for name, array in arrays.items()},
+    }
 
 
 def _marks_of(run: RealRun, version: int) -> list[Mark]:

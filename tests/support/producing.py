@@ -62,6 +62,7 @@ class SortedRow(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     finish_reason: FinishReason | None
+    kept: Sequence[Sequence[int]] = ()
 
 
 class SortingGenerator:

@@ -11,6 +11,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchTokenArray, Bool, Float32, Int32, NamedArray, TrainingBatch
 from rollstream.topics.wire.codec import encode
 
@@ -22,7 +23,12 @@ WEIGHT_VERSION = "weight_version"
 ROUTED_EXPERTS = "routed_experts"
 """Key, in a rollout's token_arrays, of the experts that computed each token when it was sampled, [T, layers, experts of
 a token], or [T, the product of both], of |u1 or <u2; the largest value of the dtype where they are unknown."""
-REPLAYED = (ROUTED_EXPERTS,)
+SAMPLING_MASK = "sampling_mask"
+"""Key, in a rollout's token_arrays, of the tokens among which top_p, top_k and min_p let each token be drawn, <i4 [K]:
+those of the first token first. It is the only array whose first axis is not that of the tokens."""
+SAMPLING_MASK_COUNTS = "sampling_mask_counts"
+"""Key, in a rollout's token_arrays, of the number of these for each token, <i4 [T]; 0 if it was not sampled."""
+REPLAYED = (ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS)
 """Keys of the arrays that batches always carry, because the learner's own forward pass needs them."""
 
 
@@ -112,14 +118,28 @@ def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
 
 def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
     """Return views of the named arrays of each row. Raises RecordError if the shape of an array is invalid."""
-    lengths = np.diff(batch.splits)
     by_row: list[dict[str, NDArray[Any]]] = [{} for _ in batch.uids]
     for entry in batch.token_arrays:
-        ends = np.cumsum(lengths[entry.rows]) if len(entry.rows) else np.zeros(0, np.int64)
+        ends = np.cumsum(lengths_of(entry, batch))
         parts = np.split(entry.array.array(), ends[:-1]) if len(ends) else []
         for row, part in zip(entry.rows.tolist(), parts, strict=True):
             by_row[row][entry.name] = part
     return by_row
+
+
+def lengths_of(entry: BatchTokenArray, batch: TrainingBatch) -> NDArray[np.int64]:
+    """Return the length of a named array in each of its rows. Raises RecordError for a mask without its counts."""
+    lengths = np.diff(batch.splits)
+    if entry.name != SAMPLING_MASK:
+        return lengths[entry.rows]
+    counts = next((each for each in batch.token_arrays if each.name == SAMPLING_MASK_COUNTS), None)
+    if counts is None or not np.array_equal(counts.rows, entry.rows):
+        raise RecordError(f"a batch has {SAMPLING_MASK} without {SAMPLING_MASK_COUNTS} of the same rows")
+    ends, numbers = np.cumsum(lengths[entry.rows]), counts.array.array()
+    if numbers.shape != (ends[-1] if len(ends) else 0,):
+        raise RecordError(f"{SAMPLING_MASK_COUNTS} of a batch has the shape {numbers.shape}")
+    each: NDArray[np.int64] = np.diff(np.concatenate([[0], np.cumsum(numbers)])[ends], prepend=0)
+    return each
 
 
 def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:

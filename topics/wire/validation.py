@@ -15,6 +15,7 @@ from rollstream.topics.errors import RecordError, brief
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchTokenArray,
+    Bool,
     GroupCancelled,
     Int64,
     JournalRecord,
@@ -27,7 +28,7 @@ from rollstream.topics.records import (
 from rollstream.topics.records.arrays import shape_problem
 from rollstream.topics.records.fates import FATES
 from rollstream.topics.wire.codec import decode_as
-from rollstream.topics.wire.rl_examples import REFERENCE
+from rollstream.topics.wire.rl_examples import REFERENCE, SAMPLING_MASK, SAMPLING_MASK_COUNTS, lengths_of
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability that counts as a rounding error (float16 servers reach 5e-4)."""
@@ -158,7 +159,11 @@ def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     # Neighbours are compared, because differences of large numbers may overflow.
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
         return f"token array {entry.name} names rows that do not ascend within the {len(batch)} rows"
-    return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum())))
+    try:
+        length = int(lengths_of(entry, batch).sum())
+    except RecordError as error:
+        return str(error)
+    return "; ".join(_array_problems(entry.name, entry.array, length))
 
 
 def entry_problems(entry: BatchIndexEntry) -> list[str]:
@@ -270,9 +275,30 @@ def arrays_problems(arrays: Mapping[str, NamedArray], length: int) -> list[str]:
     for name, extra in arrays.items():
         if not 0 < len(name) <= NAME_LIMIT:
             issues.append(f"a token array's name has {len(name)} characters; it must have 1 to {NAME_LIMIT}")
-        else:
+        elif name != SAMPLING_MASK:
             issues += _array_problems(name, extra, length)
+    if not issues and SAMPLING_MASK in arrays:
+        issues += _mask_problems(arrays[SAMPLING_MASK], arrays.get(SAMPLING_MASK_COUNTS))
     return issues
+
+
+def _mask_problems(mask: NamedArray, counts: NamedArray | None) -> list[str]:
+    if counts is None or counts.dtype != "<i4" or len(counts.shape) != 1 or mask.dtype != "<i4" or len(mask.shape) != 1:
+        return [f"{SAMPLING_MASK} and {SAMPLING_MASK_COUNTS} must both be <i4 with one dimension"]
+    numbers = counts.array()
+    if numbers.min(initial=0) < 0:
+        return [f"{SAMPLING_MASK_COUNTS} holds a negative number"]
+    if issues := _array_problems(SAMPLING_MASK, mask, int(numbers.sum(dtype=np.int64))):
+        return issues
+    return [f"{SAMPLING_MASK} holds a negative id"] if mask.array().min(initial=0) < 0 else []
+
+
+def is_masked(loss_mask: Bool, logprobs_mode: str, arrays: Mapping[str, NamedArray]) -> bool:
+    """Whether a rollout names, for each sampled token, the tokens among which it was drawn, and its log-probabilities
+    are of the distribution over these. Its arrays are valid."""
+    if logprobs_mode != "processed" or SAMPLING_MASK not in arrays:
+        return False
+    return bool((arrays[SAMPLING_MASK_COUNTS].array()[loss_mask] > 0).all())
 
 
 def _array_problems(name: str, extra: NamedArray, length: int) -> list[str]:

@@ -76,7 +76,8 @@ def joined_arrays(rollouts: Sequence[HeldRollout]) -> list[dict[str, Any]]:
     for (name, dtype, shape), numbers in sorted(rows.items()):
         carriers = [rollouts[row] for row in numbers]
         data = [carrier.token_arrays[name].data for carrier in carriers]
-        whole = {"dtype": dtype, "shape": (sum(c.length for c in carriers), *shape), "data": data}
+        length = sum(carrier.token_arrays[name].shape[0] for carrier in carriers)
+        whole = {"dtype": dtype, "shape": (length, *shape), "data": data}
         joined.append({"name": name, "array": whole, "rows": _column("i", numbers)})
     return joined
 

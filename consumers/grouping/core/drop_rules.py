@@ -19,8 +19,9 @@ from rollstream.topics.records import GroupCancelled, Mark, Rollout
 from rollstream.topics.records.fates import exclusion_detail
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.keys import encode_key, partition_of
+from rollstream.topics.wire.rl_examples import SAMPLING_MASK
 from rollstream.topics.wire.signatures import ROLLOUT, is_signed_by
-from rollstream.topics.wire.validation import cancellation_problems, problems
+from rollstream.topics.wire.validation import cancellation_problems, is_masked, problems
 
 
 class Rejection(NamedTuple):
@@ -113,11 +114,16 @@ def value_rejection(
         record.value or b"", ROLLOUT, keys
     ):
         return Rejection("invalid", f"no key of environment {value.environment} in grouping.environment_keys signed it")
-    if isinstance(value, HeldRollout) and value.filtered and not config.allow_filtered_sampling:
+    if (
+        isinstance(value, HeldRollout)
+        and value.filtered
+        and not config.allow_filtered_sampling
+        and not is_masked(value.loss_mask, value.logprobs_mode, value.token_arrays)
+    ):
         return Rejection(
             "invalid",
-            f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on "
-            f"(grouping.allow_filtered_sampling permits it)",
+            f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on without a "
+            f"{SAMPLING_MASK} (grouping.allow_filtered_sampling permits it)",
         )
     if isinstance(value, HeldRollout) and (excess := config.bounds_of(value.environment).excess(value)):
         return Rejection("invalid", excess)

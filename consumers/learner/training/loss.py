@@ -25,10 +25,12 @@ from rollstream.consumers.learner.training.corrections import (
     rejected,
     returns,
 )
+from rollstream.consumers.learner.training.packing import KEPT_POSITIONS, KEPT_TOKENS
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import BLOCKS, Params, hidden, token_logprobs
 from rollstream.consumers.models.sharding import Whole, as_given, sequence_parts
+from rollstream.consumers.models.vocabulary import Kept
 from rollstream.topics.errors import ConfigurationError
 
 Arrays = Mapping[str, jax.Array]
@@ -221,10 +223,16 @@ def _next_token_logprobs(
         whole=whole,
         experts=batch.get("routed_experts"),
     )
+    kept = None
+    if KEPT_TOKENS in batch:
+        # The distribution of a token is computed at the position before it; no first token of a row is limited.
+        kept = Kept(batch[KEPT_POSITIONS] - 1, batch[KEPT_TOKENS])
     if sequence_parts(states.shape[1]) > 1:
         # Rolling keeps all parts of equal length; the target of the last token is arbitrary, and its result is dropped.
         targets, temperatures = (jnp.roll(batch[name], -1, axis=1) for name in ("tokens", "temperatures"))
-        logprobs, entropy = token_logprobs(params, model, states, targets, temperatures, chunk=compute.vocabulary_chunk)
+        logprobs, entropy = token_logprobs(
+            params, model, states, targets, temperatures, kept=kept, chunk=compute.vocabulary_chunk
+        )
         return logprobs[:, :-1], entropy[:, :-1]
     return token_logprobs(
         params,
@@ -232,5 +240,6 @@ def _next_token_logprobs(
         states[:, :-1],
         batch["tokens"][:, 1:],
         batch["temperatures"][:, 1:],
+        kept=kept,
         chunk=compute.vocabulary_chunk,
     )

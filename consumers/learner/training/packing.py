@@ -17,9 +17,12 @@ from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, token_arrays_of
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, token_arrays_of
 
 TooLong = Literal["skip", "truncate", "error"]
+KEPT_POSITIONS, KEPT_TOKENS = "kept_positions", "kept_tokens"
+_FEWEST_KEPT = 4
+"""Least room for kept tokens, for each position of a row."""
 _ALIGNED_BYTES = 64
 """XLA on a CPU uses an array in place if it begins at a multiple of this many bytes, and copies it otherwise."""
 _NUMBERS = 5
@@ -47,6 +50,10 @@ class TrainingSequence(NamedTuple):
     routed_experts: NDArray[Any] | None = None
     """Experts that computed each token, [tokens, layers, experts of a token] or [tokens, their product], if the rollout
     carries them; unsigned integers, the largest value of the dtype if they are unknown."""
+    kept_counts: NDArray[Any] | None = None
+    """Number of the tokens among which each token was drawn, [tokens], 0 if among all; None if every token was."""
+    kept_tokens: NDArray[Any] | None = None
+    """These tokens, those of the first token first, [sum of the numbers]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,8 @@ class PackedBatch:
     own: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Further arrays [rows, length]: "reference_log_probs" if they are asked for, and "advantages" if some segment has
     different ones, instead of the advantages of segments. "routed_experts", [rows, length, layers, experts of a token],
-    if they are asked for."""
+    if they are asked for. "kept_positions" and "kept_tokens", int32 [rows, M], if tokens were drawn from parts of the
+    vocabulary: position in the row and one kept token each, in padding a position beyond the row."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -192,6 +200,8 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
             truncated=truncated,
             reference_log_probs=reference[start:end] if len(reference) else None,
             routed_experts=named.get(ROUTED_EXPERTS),
+            kept_counts=named.get(SAMPLING_MASK_COUNTS),
+            kept_tokens=named.get(SAMPLING_MASK),
         )
         for start, end, advantages, temperature, truncated, named in zip(
             splits[:-1], splits[1:], _advantages(batch), temperatures, batch.truncated.tolist(), arrays, strict=True
@@ -310,6 +320,7 @@ def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> 
 def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
     """The first tokens of a sequence, marked as truncated."""
     reference, experts = sequence.reference_log_probs, sequence.routed_experts
+    counts, kept = sequence.kept_counts, sequence.kept_tokens
     return sequence._replace(
         tokens=sequence.tokens[:length],
         loss_mask=sequence.loss_mask[:length],
@@ -318,6 +329,8 @@ def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
         truncated=True,
         reference_log_probs=None if reference is None else reference[:length],
         routed_experts=None if experts is None else experts[:length],
+        kept_counts=None if counts is None else counts[:length],
+        kept_tokens=None if counts is None or kept is None else kept[: counts[:length].sum()],
     )
 
 
@@ -393,6 +406,9 @@ def _microbatch(
             segments.append((row, counts[row], end, 0, 0.0, 0.0, 1.0))
     if experts is not None:
         own["routed_experts"] = _experts(experts, sequences, bins, rows, length)
+    # Supervised training is over the whole vocabulary, whoever sampled the tokens.
+    if loss.name != "ce" and any(sequence.kept_counts is not None for sequence in sequences):
+        own |= _kept(sequences, bins, rows, length)
     table[:, 0] = length
     numbers = np.array(segments)
     at, place_of = numbers[:, :2].astype(np.int64).T
@@ -415,6 +431,35 @@ def _experts(
         if (own := sequence.routed_experts) is not None:
             packed[row, begin : begin + size] = np.where(own < model.num_experts, own, unknown).reshape(size, *each)
     return packed
+
+
+def _kept(
+    sequences: Sequence[TrainingSequence], bins: NDArray[np.int64], rows: int, length: int
+) -> dict[str, NDArray[np.int32]]:
+    """The tokens among which each token was drawn, as PackedBatch.own has them."""
+    positions: list[list[NDArray[Any]]] = [[] for _ in range(rows)]
+    tokens: list[list[NDArray[Any]]] = [[] for _ in range(rows)]
+    ends = [0] * rows
+    for row, sequence in zip(bins.tolist(), sequences, strict=True):
+        begin, size = ends[row], len(sequence.tokens)
+        ends[row] += size
+        if sequence.kept_counts is not None and sequence.kept_tokens is not None:
+            # The first token of a sequence is never trained.
+            first = int(sequence.kept_counts[0])
+            positions[row].append(np.repeat(np.arange(begin + 1, begin + size), sequence.kept_counts[1:]))
+            tokens[row].append(sequence.kept_tokens[first:])
+    most = max(sum(map(len, each)) for each in tokens)
+    room = _FEWEST_KEPT * length
+    while room < most:
+        # Few different sizes, because each of them is compiled.
+        room *= 4
+    own = {KEPT_POSITIONS: np.full((rows, room), 2 * length, np.int32), KEPT_TOKENS: np.zeros((rows, room), np.int32)}
+    for name, by_row in ((KEPT_POSITIONS, positions), (KEPT_TOKENS, tokens)):
+        for row, each in enumerate(by_row):
+            if each:
+                joined = np.concatenate(each)
+                own[name][row, : len(joined)] = joined
+    return own
 
 
 def _aligned(shape: tuple[int, int], dtype: Any) -> NDArray[Any]:

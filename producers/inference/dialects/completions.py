@@ -81,7 +81,7 @@ class Completions(Dialect[CompletionRequest]):
                     "token_ids": list(choice.tokens),
                     "prompt_token_ids": list(choice.prompt),
                     **choice.version_fields,
-                    **choice.routing_fields,
+                    **choice.replay_fields,
                 }
                 for choice in choices
             ],

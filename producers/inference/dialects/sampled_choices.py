@@ -95,15 +95,21 @@ class SampledChoice:
     versions: tuple[PolicySpan, ...]
     routed_experts: NDArray[Any] | None = None
     """Experts of prompt and tokens, the last token excepted; see SampledSequence."""
+    kept: Sequence[Sequence[int]] = ()
+    """Tokens among which each token was drawn, if the request asks for them and has a filter."""
 
     @property
-    def routing_fields(self) -> dict[str, Any]:
-        """Experts for an answer as vLLM gives them, an .npy file in base64; nothing if they are unknown."""
-        if self.routed_experts is None:
-            return {}
-        file = io.BytesIO()
-        np.save(file, self.routed_experts, allow_pickle=False)
-        return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
+    def replay_fields(self) -> dict[str, Any]:
+        """What a learner replays, as vLLM answers it: experts as an .npy file in base64, and the tokens that filters
+        kept; nothing if it is unknown."""
+        answer: dict[str, Any] = {}
+        if self.routed_experts is not None:
+            file = io.BytesIO()
+            np.save(file, self.routed_experts, allow_pickle=False)
+            answer["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        if self.kept:
+            answer["sampling_mask"] = list(map(list, self.kept))
+        return answer
 
     @property
     def lowest_version(self) -> int:
@@ -162,6 +168,7 @@ def sampled_choice(
             PolicySpan(span.version, span.start, min(span.stop, count)) for span in row.spans if span.start < count
         ),
         routed_experts=None if row.routed_experts is None else row.routed_experts[: len(prompt) + count - 1],
+        kept=row.kept[:count] if parameters.sampling_mask else (),
     )
 
 

@@ -35,6 +35,7 @@ HARMLESS = {
 """Fields that do not change how tokens are drawn. They are accepted, most of them without effect."""
 READ = {
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "return_routed_experts",
+    "return_sampling_mask",
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ class RequestLimits:
     vocab_size: int
     """Number of token ids that the model knows, at least as many as the tokenizer's."""
     truncated_sampling: bool
-    """Whether top_p, top_k and min_p are allowed."""
+    """Whether top_p, top_k and min_p are allowed without return_sampling_mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class SamplingParameters:
     stop_token_ids: frozenset[int]
     routed_experts: bool = False
     """Whether a whole answer is to name the experts of each token; streams never do."""
+    sampling_mask: bool = False
+    """Whether a whole answer is to name the tokens that the filters kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +120,13 @@ def parse_parameters(
     top_p = fields.number(body, "top_p", 1.0, least=0, most=1)
     top_k = max(0, fields.integer(body, "top_k", 0, least=-1))
     min_p = fields.number(body, "min_p", 0.0, least=0, most=1)
+    sampling_mask = fields.flag(body, "return_sampling_mask")
     for name, off in (("top_p", top_p == 1), ("top_k", top_k == 0), ("min_p", min_p == 0)):
-        if not off and not limits.truncated_sampling:
+        if not off and not sampling_mask and not limits.truncated_sampling:
             raise BadRequest(
                 f"{name}={fields.shown(body[name])}: a learner cannot recompute the logprobs of a truncated "
-                "distribution; leave it out, or set inference.truncated_sampling if no answers are trained on",
+                "distribution without its sampling mask; leave it out, ask for return_sampling_mask, or set "
+                "inference.truncated_sampling if no answers are trained on",
                 name,
             )
     if top_p == 0:
@@ -136,6 +141,7 @@ def parse_parameters(
         stop=fields.strings(body, "stop", most=MAX_STOPS),
         stop_token_ids=stop_token_ids.union(stop_ids),
         routed_experts=fields.flag(body, "return_routed_experts"),
+        sampling_mask=sampling_mask,
     )
 
 

@@ -50,13 +50,17 @@ def rows_of(**changes: Any) -> list[Row]:
 
 def finish(slots: SlotDecoder, params: decoder.Params, started: Sequence[int]) -> list[RowTokens]:
     """Decode until the rows in these slots have ended."""
-    sequences = {slot: RowTokens(slot, [], [], None) for slot in started}
+    sequences = {slot: RowTokens(slot, [], [], None, []) for slot in started}
     while any(each.finish_reason is None for each in sequences.values()):
         for new in slots.decode(params):
             if new.slot in sequences:
                 so_far = sequences[new.slot]
                 sequences[new.slot] = RowTokens(
-                    new.slot, so_far.tokens + new.tokens, so_far.logprobs + new.logprobs, new.finish_reason
+                    new.slot,
+                    so_far.tokens + new.tokens,
+                    so_far.logprobs + new.logprobs,
+                    new.finish_reason,
+                    so_far.kept + new.kept,
                 )
     return [sequences[slot] for slot in started]
 

@@ -19,6 +19,8 @@ STATES = DRAW.standard_normal((*SHAPE, WIDTH)).astype(np.float32)
 WEIGHT = DRAW.standard_normal((ENTRIES, WIDTH)).astype(np.float32)
 TARGETS = np.concatenate([[0, ENTRIES - 1], DRAW.integers(0, ENTRIES, 13)]).reshape(SHAPE).astype(np.int32)
 TEMPERATURES = DRAW.uniform(0.5, 2.0, SHAPE).astype(np.float32)
+KEPT = [DRAW.choice(ENTRIES, size, replace=False) for size in (0, 1, 5, 40, ENTRIES, 7, 2, 3, 0, 9, 0, 30, 1, 4, 6)]
+"""Entries to which each position is limited; none: it is not limited. The target is among them or not."""
 TO_CHOSEN, TO_ENTROPY = DRAW.standard_normal((2, *SHAPE)).astype(np.float32)
 
 
@@ -36,10 +38,27 @@ def chosen_entropy_gradients(
     return values, gradients
 
 
-def reference(states: np.ndarray, weight: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+def limits() -> vocabulary.Kept:
+    """KEPT by row, in any order, with padding."""
+    positions, entries = (np.full((SHAPE[0], 200), fill, np.int32) for fill in (2 * SHAPE[1], 3))
+    for row in range(SHAPE[0]):
+        pairs = [(at, int(entry)) for at in range(SHAPE[1]) for entry in KEPT[row * SHAPE[1] + at]]
+        for number, (at, entry) in enumerate(reversed(pairs)):
+            positions[row, 2 * number if number < 20 else number + 20] = at
+            entries[row, 2 * number if number < 20 else number + 20] = entry
+    return vocabulary.Kept(jnp.asarray(positions), jnp.asarray(entries))
+
+
+def reference(
+    states: np.ndarray, weight: np.ndarray, *, limited: bool = False
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """The same results and gradients in float64 numpy, by the derivatives of the softmax."""
     h, w, tau = (array.astype(np.float64) for array in (states, weight, TEMPERATURES))
     scaled = h @ w.T / tau[..., None]
+    if limited:
+        removed = np.array([len(kept) > 0 and entry not in kept for kept in KEPT for entry in range(ENTRIES)])
+        removed = removed.reshape(*SHAPE, ENTRIES) & (np.arange(ENTRIES) != TARGETS[..., None])
+        scaled = np.where(removed, -1e4, scaled)
     log_p = scaled - np.log(np.sum(np.exp(scaled), axis=-1, keepdims=True))
     p = np.exp(log_p)
     entropy = -np.sum(p * log_p, axis=-1)
@@ -52,14 +71,23 @@ def reference(states: np.ndarray, weight: np.ndarray) -> tuple[tuple[np.ndarray,
 
 @pytest.mark.parametrize("chunk", [0, *CHUNKS])
 def test_chunks_give_the_values_and_gradients_of_the_whole(chunk: int) -> None:
-    function = partial(vocabulary.chunked, chunk=chunk) if chunk else vocabulary.whole
+    function = partial(vocabulary.chunked, kept=None, chunk=chunk) if chunk else vocabulary.whole
     actual = chosen_entropy_gradients(function, STATES, WEIGHT, TEMPERATURES)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, reference(STATES, WEIGHT))
 
 
+@pytest.mark.parametrize("chunk", [0, *CHUNKS])
+def test_limited_distributions_have_the_values_and_gradients_of_a_direct_computation(chunk: int) -> None:
+    kept = limits()
+    function = partial(vocabulary.chunked, kept=kept, chunk=chunk) if chunk else partial(vocabulary.whole, kept=kept)
+    actual = chosen_entropy_gradients(function, STATES, WEIGHT, TEMPERATURES)
+    expected = reference(STATES, WEIGHT, limited=True)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+
+
 def test_bfloat16_states_and_weights_still_have_float32_logits() -> None:
     states, weight = STATES.astype(ml_dtypes.bfloat16), WEIGHT.astype(ml_dtypes.bfloat16)
-    function = partial(vocabulary.chunked, chunk=24)
+    function = partial(vocabulary.chunked, kept=None, chunk=24)
     values, gradients = chosen_entropy_gradients(function, states, weight, TEMPERATURES)
     wanted_values, wanted_gradients = reference(states, weight)
     assert [value.dtype for value in values] == [jnp.float32, jnp.float32]
@@ -71,7 +99,7 @@ def test_bfloat16_states_and_weights_still_have_float32_logits() -> None:
 
 def test_logits_far_apart_do_not_overflow() -> None:
     values, gradients = chosen_entropy_gradients(
-        partial(vocabulary.chunked, chunk=24), 30 * STATES, 30 * WEIGHT, TEMPERATURES
+        partial(vocabulary.chunked, kept=None, chunk=24), 30 * STATES, 30 * WEIGHT, TEMPERATURES
     )
     assert all(np.isfinite(value).all() for value in (*values, *gradients))
     assert np.asarray(values[1]).min() > -1e-4
@@ -91,7 +119,7 @@ def test_memory_is_that_of_a_few_chunks() -> None:
 
     def total(states: jax.Array, weight: jax.Array, chunk: int) -> jax.Array:
         targets, temperatures = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length))
-        function = partial(vocabulary.chunked, chunk=chunk) if chunk else vocabulary.whole
+        function = partial(vocabulary.chunked, kept=None, chunk=chunk) if chunk else vocabulary.whole
         chosen, entropy = function(states, weight, targets, temperatures)
         return jnp.sum(chosen + entropy)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.errors import InferenceRefused
-from rollstream.producers.inference.replay_arrays import experts_of
+from rollstream.producers.inference.replay_arrays import experts_of, joined_masks, mask_of
 
 # A prompt of 3 tokens and an answer of 2: the last token was not computed.
 ROWS = np.arange(4 * 2 * 2, dtype="<i4").reshape(4, 2, 2)
@@ -56,6 +56,21 @@ def test_many_experts_take_two_bytes() -> None:
     experts = experts_of(npy(ROWS + 255), 3, 2)
     assert experts is not None
     assert (experts.dtype.str, experts[-1].tolist()) == ("<u2", [[65535, 65535], [65535, 65535]])
+
+
+def test_masks_are_ragged_and_joined_at_the_tokens_of_their_replies() -> None:
+    first, later = mask_of([[7, 9], [8]], np.array([7, 8])), mask_of([[2, 1, 3]], np.array([1]))
+    joined = joined_masks([(3, first), (6, later)], 7)
+    assert joined is not None
+    assert (joined.counts.tolist(), joined.tokens.tolist()) == ([0, 0, 0, 2, 1, 0, 3], [7, 9, 8, 2, 1, 3])
+    assert joined_masks([(3, first), (6, None)], 7) is None
+    assert mask_of([[7], []], np.array([7, 8])) is None
+
+
+@pytest.mark.parametrize("value", [[[7]], [[7], [9]], [[7], [8, -1]], [[7], [8, 0.5]], [[7], [8, 2**31]], 3])
+def test_masks_that_cannot_be_those_of_the_tokens_are_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        mask_of(value, np.array([7, 8]))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from rollstream.producers.inference.requests import (
     ENGINES,
     EngineName,
+    Filters,
     SampleRequest,
     engine_request,
     listed_models,
@@ -72,6 +73,17 @@ def test_the_experts_of_tokens_are_asked_for_where_a_server_knows_the_parameter(
         if "return_routed_experts" in engine_request(request, engine, "m", extensions=extensions).payload
     }
     assert asked == {("rollstream", True), ("sglang", True), ("sglang", False)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_filters_are_sent_and_the_tokens_that_they_keep_asked_for(engine: EngineName) -> None:
+    payload = engine_request(
+        replace(REQUEST, filters=Filters(top_p=0.9, min_p=0.1)), engine, "policy", extensions=True
+    ).payload
+    parameters = payload.get("sampling_params", payload)
+    assert (parameters["top_p"], parameters["min_p"]) == (0.9, 0.1)
+    assert parameters.get("top_k", -1) == -1
+    assert payload.get("return_sampling_mask", engine == "vllm") is True
 
 
 def test_vllm_is_asked_on_its_route_of_tokens() -> None:

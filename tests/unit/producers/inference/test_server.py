@@ -17,7 +17,7 @@ from rollstream.producers.inference.replay_arrays import experts_of
 from rollstream.producers.inference.server import InferenceServer
 from rollstream.topics.errors import RollstreamError
 from tests.support.log_lines import log_lines
-from tests.support.producing import TOKENIZER, SortingGenerator, serving
+from tests.support.producing import TOKENIZER, SortedRow, SortingGenerator, serving
 from tests.support.waiting import eventually
 
 
@@ -196,6 +196,23 @@ def test_the_experts_of_prompt_and_answer_are_named_where_a_request_asks_for_the
         assert experts.ravel().tolist() == [0, 1, 2, 3, 4, 255]
         [silent] = post(server, json.dumps({**ask, "return_routed_experts": False}).encode())[1]["choices"]
         assert "routed_experts" not in silent
+
+
+class KeepingGenerator(SortingGenerator):
+    """Keeps each token and the next one."""
+
+    def decode(self) -> list[SortedRow]:
+        return [row._replace(kept=[[token, token + 1] for token in row.tokens]) for row in super().decode()]
+
+
+def test_filters_are_allowed_where_a_request_asks_for_the_tokens_that_they_keep() -> None:
+    with serving(KeepingGenerator()) as server:
+        eventually(lambda: server.version == 0, 60, "weights are loaded")
+        ask = {"prompt": "213>", "temperature": 0, "top_p": 0.9, "stop": "2"}
+        assert post(server, json.dumps(ask).encode())[0] == 400
+        [choice] = post(server, json.dumps({**ask, "return_sampling_mask": True}).encode())[1]["choices"]
+        assert choice["sampling_mask"] == [[token, token + 1] for token in choice["token_ids"]]
+        assert len(choice["token_ids"]) == 2
 
 
 def test_texts_are_tokenized_as_vllm_does_it(server: InferenceServer) -> None:

@@ -1,6 +1,7 @@
 """Episodes become rollouts token by token as they were sampled."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ from numpy.typing import NDArray
 
 from rollstream.producers.environments.environment import Episode, Message, Prompt, Score
 from rollstream.producers.inference.client import Completion
+from rollstream.producers.inference.replay_arrays import mask_of
+from rollstream.producers.inference.requests import Filters
 from rollstream.producers.worker.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.topics.errors import RecordError
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, WEIGHT_VERSION
-from rollstream.topics.wire.validation import problems
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, WEIGHT_VERSION
+from rollstream.topics.wire.validation import is_masked, problems
 
 STAMP = GroupStamp(
     environment="talk",
@@ -109,6 +112,23 @@ def test_each_token_keeps_the_experts_that_computed_it_when_it_was_sampled() -> 
     without = episode(reply([5, 6], [7, 1], experts=first), reply([5, 6, 7, 1], [8, 1]))
     partly = rollout_of(without, Prompt(example_id="e", text="q"), STAMP, uid="u").token_arrays[ROUTED_EXPERTS]
     assert list(partly.data) == [1, 2, 3, 255, 255, 255]
+
+
+def test_filtered_sampling_is_recorded_with_the_kept_tokens_of_every_reply() -> None:
+    stamp = replace(STAMP, filters=Filters(top_p=0.9))
+    masks = [mask_of([[7, 9], [1]], np.array([7, 1])), mask_of([[8, 9, 5], [1]], np.array([8, 1]))]
+    first, later = (
+        replace(r, mask=m) for r, m in zip((reply([5, 6], [7, 1]), reply([5, 6, 7, 1, 9], [8, 1])), masks, strict=True)
+    )
+    played = episode(first, user("more"), later)
+    rollout = rollout_of(played, Prompt(example_id="e", text="q"), stamp, uid="u")
+    assert problems(rollout) == []
+    assert rollout.sampling.top_p == 0.9
+    assert rollout.token_arrays[SAMPLING_MASK_COUNTS].array().tolist() == [0, 0, 2, 1, 0, 3, 1]
+    assert rollout.token_arrays[SAMPLING_MASK].array().tolist() == [7, 9, 1, 8, 9, 5, 1]
+    assert is_masked(rollout.loss_mask, rollout.logprobs_mode, rollout.token_arrays)
+    without = rollout_of(episode(first, replace(later, mask=None)), Prompt(example_id="e", text="q"), stamp, uid="u")
+    assert not is_masked(without.loss_mask, without.logprobs_mode, without.token_arrays)
 
 
 def test_a_context_that_was_rewritten_is_refused() -> None:

@@ -40,6 +40,11 @@ NONE = NamedArray(dtype="<f4", shape=(0,), data=b"")
 F4 = np.zeros(4, "<f4")
 
 
+def masked(counts: list[int], tokens: list[int]) -> dict[str, NamedArray]:
+    arrays = {"sampling_mask_counts": counts, "sampling_mask": tokens}
+    return {name: NamedArray.of(np.array(values, "<i4")) for name, values in arrays.items()}
+
+
 def named(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, NamedArray]:
     return {"x": NamedArray(dtype=dtype, shape=shape, data=data)}
 
@@ -97,6 +102,11 @@ def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros(4, "<i4"))}}, "one finite float32"),
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.full(4, np.nan))}}, "one finite float32"),
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.full(4, 1e300))}}, "one finite float32"),
+        ({"token_arrays": {"sampling_mask": NamedArray.of(np.zeros(3, "<i4"))}}, "must both be <i4 with one dimension"),
+        ({"token_arrays": masked([0, 0, 1, 1], [5, 5, 5])}, "token array sampling_mask has shape (3,)"),
+        ({"token_arrays": masked([0, 0, 1, -1], [])}, "sampling_mask_counts holds a negative number"),
+        ({"token_arrays": masked([0, 0, 1, 1], [5, -5])}, "sampling_mask holds a negative id"),
+        ({"token_arrays": masked([0, 1, 1], [5, 5])}, "token array sampling_mask_counts has shape (3,)"),
     ],
 )
 def test_a_senseless_rollout_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:

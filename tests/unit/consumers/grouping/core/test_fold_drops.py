@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.records import Mark, RolloutMetadata, SamplingParams
+from rollstream.topics.records import Mark, NamedArray, RolloutMetadata, SamplingParams
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key, partition_of
 from tests.support.pairs import driver, fates, pair, reasons, uids
@@ -169,6 +169,23 @@ def test_filtered_sampling_is_invalid_unless_allowed() -> None:
     assert "grouping.allow_filtered_sampling" in d.drops[0].detail
     d = driver(allow_filtered_sampling=True)
     pair(d, **filtered)
+    assert len(d.batches) == 1
+
+
+def test_filtered_sampling_is_trained_on_with_the_tokens_that_the_filters_kept() -> None:
+    sampling = SamplingParams(top_p=0.9)
+    tokens = NamedArray.of(np.array([1, 2, 3], "<i4"))
+    counts = {
+        name: NamedArray.of(np.array(each, "<i4")) for name, each in (("all", [0, 0, 1, 2]), ("one", [0, 0, 3, 0]))
+    }
+    masks = {name: {"sampling_mask": tokens, "sampling_mask_counts": each} for name, each in counts.items()}
+    d = driver()
+    d.pipe(example_rollout("a", 1.0, sampling=sampling, token_arrays=masks["one"]))
+    d.pipe(example_rollout("b", 1.0, sampling=sampling, token_arrays=masks["all"], logprobs_mode="raw"))
+    d.pipe(example_rollout("c", 1.0, sampling=sampling, token_arrays={"sampling_mask": tokens}))
+    assert ["sampled with" in drop.detail for drop in d.drops] == [True, True, False]
+    d = driver()
+    pair(d, sampling=sampling, token_arrays=masks["all"])
     assert len(d.batches) == 1
 
 

@@ -1,5 +1,6 @@
 """Batches carry the weight steps and times of rollouts, and the arrays in grouping.token_arrays, to the learner."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,13 @@ from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS as EXPERTS
-from rollstream.topics.wire.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
+from rollstream.topics.wire.rl_examples import (
+    SAMPLING_MASK,
+    SAMPLING_MASK_COUNTS,
+    WEIGHT_VERSION,
+    examples_of,
+    stamp_of,
+)
 from rollstream.topics.wire.validation import batch_problems
 from tests.support.pairs import driver
 
@@ -96,6 +103,33 @@ def test_a_buffer_gets_rollouts_with_their_own_stamps() -> None:
     assert [rollout.metadata.weight_step for rollout in rollouts] == [0, 10, 20, 30]
     assert rollouts[1].token_arrays[WEIGHT_VERSION].array().tolist() == [-1, -1, 5, 5]
     assert rollouts[3].token_arrays == {}
+
+
+def masked(*counts: int, first: int = 0) -> dict[str, NamedArray]:
+    return {
+        SAMPLING_MASK_COUNTS: NamedArray.of(np.array(counts, "<i4")),
+        SAMPLING_MASK: NamedArray.of(np.arange(first, first + sum(counts), dtype="<i4")),
+    }
+
+
+def test_ragged_masks_follow_their_rows() -> None:
+    d = driver(batch_rollouts=4)
+    masks: list[dict[str, NamedArray]] = [masked(0, 0, 3, 1), {}, masked(0, 0, 1, 2, first=50), masked(0, 0, 1, 1)]
+    for row, named in enumerate(masks):
+        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=named))
+    (batch,) = d.batches
+    assert batch_problems(batch) == []
+    kept = [example.token_arrays.get(SAMPLING_MASK) for example in examples_of(batch)]
+    assert [None if each is None else each.tolist() for each in kept] == [[0, 1, 2, 3], None, [50, 51, 52], [0, 1]]
+    chosen = chosen_rows(batch, [2, 1, 0])
+    assert batch_problems(chosen) == []
+    last, nothing, first = examples_of(chosen)
+    assert (last.token_arrays[SAMPLING_MASK].tolist(), dict(nothing.token_arrays)) == ([50, 51, 52], {})
+    assert first.token_arrays[SAMPLING_MASK_COUNTS].tolist() == [0, 0, 3, 1]
+    held = [rollout.token_arrays for rollout, _advantage in rollouts_of(batch, lambda version: 77)]
+    assert held == masks
+    without = tuple(entry for entry in batch.token_arrays if entry.name == SAMPLING_MASK)
+    assert "without sampling_mask_counts" in batch_problems(replace(batch, token_arrays=without))[0]
 
 
 def test_the_time_of_a_row_is_its_own_until_its_group_sealed() -> None:
