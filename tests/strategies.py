@@ -367,7 +367,7 @@ def config_table(makers: tuple[str, ...]) -> list[GroupingConfig]:
     return [_config(random, makers, 0, tight) for tight in (0, 1, 2, 3, 4) for _ in range(100)]
 
 
-def logs(makers: tuple[str, ...] = ("fifo", "reservoir", "sft"), max_size: int = 60) -> st.SearchStrategy[Log]:
+def logs(makers: tuple[str, ...] = ("fifo", "reservoir", "sft", "pairs"), max_size: int = 60) -> st.SearchStrategy[Log]:
     """Logs, with commits, snapshots and crashes between their records."""
     then: st.SearchStrategy[Then] = st.sampled_from(["", "", "", "commit", "commit", "snapshot", "crash"])
     step = st.tuples(st.sampled_from(step_table(makers)), then)

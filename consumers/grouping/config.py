@@ -74,7 +74,7 @@ class GroupingConfig:
     estimators: tuple[str, ...] = ()
     """Estimators of single environments, as ENVIRONMENT=ESTIMATOR, e.g. gsm8k=grpo; all others have `estimator`."""
     maker: str = "fifo"
-    """Batch maker: fifo, reservoir, sft, or a maker of yours that grouper.makers names."""
+    """Batch maker: fifo, reservoir, sft, pairs, or a maker of yours that grouper.makers names."""
     seed: int = 0
     """Seed of batch makers that choose at random."""
     batch_rollouts: int = 64

@@ -25,7 +25,9 @@ DEPENDENT = 16
 """Rollouts that count as one observation: the members of a group share a prompt, so sixteen of them are hardly more
 informative than one. Alerts on larger groups are less certain than `SIGNIFICANT` says."""
 
-WITHOUT_GRADIENT = tuple(dropped_for(reason) for reason in ("zero_variance", "zero_advantage", "duplicate_uid"))
+WITHOUT_GRADIENT = tuple(
+    dropped_for(reason) for reason in ("zero_variance", "zero_advantage", "no_pair", "duplicate_uid")
+)
 """Fates of valid rollouts that would have changed no parameter, or that were produced twice."""
 _ROUNDING = 1e-9
 MEASURES = ("length", "reward")

@@ -12,6 +12,7 @@ from rollstream.consumers.learner.checkpoint_paths import check_learner_name, is
 from rollstream.consumers.learner.objective import (
     LossConfig,
     OptimizerConfig,
+    in_pairs,
     needs_reference,
     needs_teacher,
 )
@@ -161,7 +162,8 @@ class LearnerConfig:
     """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from. A
     LearnerConfig made in code keeps the default learning rates, which suit the small model: set them too."""
     reference: str = ""
-    """Reference of the KL term: "carried" log-probabilities, the "initial" parameters, or a checkpoint directory."""
+    """Reference of the KL term and of dpo: "carried" log-probabilities, the "initial" parameters, or a checkpoint
+    directory."""
     teacher: str = ""
     """Directory of the teacher's Hugging Face checkpoint, for distillation (learner.loss.distillation_coefficient); any
     supported model with the vocabulary of the policy."""
@@ -221,9 +223,16 @@ class LearnerConfig:
                 f"{_LARGEST_ADVANTAGE:g}, because gradients are float32, and scale larger rewards down"
             )
         if needs_reference(self.loss) and not self.reference:
+            reason = f"kl_coefficient is {self.loss.kl_coefficient}" if self.loss.kl_coefficient else 'name is "dpo"'
             raise ConfigurationError(
-                f"learner.loss.kl_coefficient is {self.loss.kl_coefficient}, but there is no reference; "
-                'set learner.reference to "initial", a directory or "carried", or kl_coefficient to 0'
+                f"learner.loss.{reason}, but there is no reference; set learner.reference to "
+                '"initial", a directory or "carried"'
+            )
+        if in_pairs(self.loss) and (self.source != "batches" or self.too_long == "truncate"):
+            raise ConfigurationError(
+                f'learner.loss.name "dpo" needs whole pairs, but learner.source is "{self.source}" and '
+                f'learner.too_long "{self.too_long}": use the source "batches", and too_long "refuse", "skip" or '
+                '"error"'
             )
         if needs_teacher(self.loss) and not self.teacher:
             raise ConfigurationError(

@@ -41,6 +41,9 @@ _LOWEST_EPSILON = 1e-30
 below the normal range are flushed to 0."""
 _HIGHEST_WEIGHT_DECAY = 1e6
 
+PAIR_ACCURACY = "pairs/accuracy_mean"
+"""Share of tokens whose pair the learner, compared with the reference, orders as the rewards do."""
+
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 """Names of the metrics that compare learner and sampler."""
 
@@ -51,8 +54,8 @@ class TokenArrays(NamedTuple):
     log_probs: "jax.Array"
     """Log-probabilities of the learner, differentiated."""
     log_ratio: "jax.Array"
-    """Log ratio of the learner to the generator or, with importance sampling, to the policy before the step;
-    differentiated."""
+    """Log ratio of the learner to the generator or, with importance sampling, to the policy before the step, or, for
+    pairs, to the reference; differentiated."""
     advantages: "jax.Array"
     """Advantage of each token."""
     mask: "jax.Array"
@@ -80,6 +83,7 @@ class LossRecipe(NamedTuple):
     ratio_cap: float = math.inf
     gate_positive: float = 1.0
     gate_negative: float = 1.05
+    beta: float = 0.1
     entropy_coefficient: float = 0.0
     importance_sampling: ImportanceSampling = "none"
     importance_level: ImportanceLevel = "token"
@@ -109,9 +113,11 @@ RECIPES: dict[str, LossRecipe] = {
     "cispo": LossRecipe(clip_low=1.0, clip_high=5.0),
     "sapo": LossRecipe(reduction="sequence_mean_token_mean"),
     "ce": LossRecipe(),
+    # The mean over both sequences of a pair, each with the loss of the pair, is the mean over pairs.
+    "dpo": LossRecipe(reduction="sequence_mean_token_mean"),
 }
-"""Recipes by the name of the loss. Their papers, in this order: arXiv:1707.06347,
-2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585, 2511.20347; `ce` is supervised training."""
+"""Recipes by the name of the loss. Their papers, in this order: arXiv:1707.06347, 2402.03300, 2503.20783, 2503.14476,
+2402.14740, 2507.18071, 2506.13585, 2511.20347; `ce` is supervised training; `dpo` is arXiv:2305.18290."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +143,8 @@ class LossConfig:
     (arXiv:2511.20347)."""
     gate_negative: float | None = None
     """Temperature of the soft gate of sapo for advantages that are not positive."""
+    beta: float | None = None
+    """Strength of dpo's bond to the reference: the factor of the pair's log ratios (arXiv:2305.18290)."""
     entropy_coefficient: float | None = None
     """Weight of the token entropy in the objective."""
     importance_sampling: ImportanceSampling | None = None
@@ -188,6 +196,7 @@ class LossConfig:
             "ratio_cap": (recipe.ratio_cap, 1.0, math.inf),
             "gate_positive": (recipe.gate_positive, 1e-3, math.inf),
             "gate_negative": (recipe.gate_negative, 1e-3, math.inf),
+            "beta": (recipe.beta, 1e-6, math.inf),
             "entropy_coefficient": (recipe.entropy_coefficient, 0.0, math.inf),
             "sequence_mask_limit": (self.sequence_mask_limit, 0.0, math.inf),
             "kl_coefficient": (self.kl_coefficient, 0.0, math.inf),
@@ -220,6 +229,27 @@ class LossConfig:
                 "learner.loss.reward_coefficient is 0, so nothing would be learned; set "
                 "learner.loss.distillation_coefficient and learner.teacher, or leave reward_coefficient at 1"
             )
+
+        unlike_pairs = {
+            "reduction": recipe.reduction != RECIPES["dpo"].reduction,
+            "importance_sampling": recipe.importance_sampling != "none",
+            "reject_*": bool(self.rejections),
+            "sequence_mask_limit": bool(self.sequence_mask_limit),
+            "kl_place": bool(self.kl_coefficient) and self.kl_place != "loss",
+            "reward_coefficient": self.reward_coefficient != 1.0,
+            "distillation_coefficient": bool(self.distillation_coefficient),
+        }
+        if in_pairs(self) and any(unlike_pairs.values()):
+            settings = ", ".join(name for name, is_set in unlike_pairs.items() if is_set)
+            raise ConfigurationError(
+                f'learner.loss.name "dpo" compares the two rollouts of a pair, for which {settings} under '
+                "[learner.loss] has no meaning: leave it at its default"
+            )
+
+    @property
+    def compares_sampler(self) -> bool:
+        """Whether the loss depends on the log-probabilities that were recorded when the rollouts were sampled."""
+        return self.name not in ("ce", "dpo")
 
     @property
     def rejections(self) -> dict[str, tuple[float, ...]]:
@@ -325,9 +355,14 @@ def needs_proximal(config: LossConfig, updates_per_step: int) -> bool:
     return config.recipe.importance_sampling != "none" and updates_per_step > 1
 
 
+def in_pairs(config: LossConfig) -> bool:
+    """Whether the loss compares two rollouts, which must therefore lie in the same row, one after the other."""
+    return config.name == "dpo"
+
+
 def needs_reference(config: LossConfig) -> bool:
     """Whether the loss needs `reference_log_probs`."""
-    return config.kl_coefficient > 0
+    return config.kl_coefficient > 0 or in_pairs(config)
 
 
 def needs_teacher(config: LossConfig) -> bool:
@@ -366,6 +401,8 @@ def policy_metrics(config: LossConfig, *, reference: bool = False, teacher: bool
         names += WEIGHT_MOMENTS
     if config.sequence_mask_limit:
         names += ("sequence_mask/masked_mean",)
+    if in_pairs(config):
+        names += (PAIR_ACCURACY,)
     if reference:
         names += ("kl/mean",)
     return (*names, "distillation/kl_mean") if teacher else names

@@ -19,7 +19,7 @@ from typing import get_args, get_type_hints
 from docs.build import rendered
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.plug_ins import MAKERS
-from rollstream.consumers.learner.objective import RECIPES, LossConfig, policy_metrics, reported
+from rollstream.consumers.learner.objective import PAIR_ACCURACY, RECIPES, LossConfig, policy_metrics, reported
 from rollstream.pipeline.command_line.cli import build_parser
 from rollstream.pipeline.command_line.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig
@@ -308,7 +308,7 @@ def tables(repository: Repository) -> Iterator[Violation]:
     )
     metrics = {
         *reported(dict.fromkeys(policy_metrics(every_mask, reference=True, teacher=True), 1.0)),
-        *("optim/grad_norm", "optim/lr", "optim/skipped"),
+        *(PAIR_ACCURACY, "optim/grad_norm", "optim/lr", "optim/skipped"),
     }
     hints = get_type_hints(LossConfig)
     sampling, level = (get_args(get_args(hints[f"importance_{part}"])[0]) for part in ("sampling", "level"))

@@ -25,6 +25,7 @@ DropReason = Literal[
     "group_too_small",
     "zero_variance",
     "zero_advantage",
+    "no_pair",
     "superseded_version",
     "late",
     "capacity",
@@ -72,7 +73,7 @@ def clip(text: str, limit: int) -> str:
 EXCLUDED = "excluded"
 UNKNOWN_VERSION = "unknown_version"
 STALE_VERSION = "stale_version"
-ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "experts", "too_long")
+ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "experts", "too_long", "unpaired")
 """Codes of single rows that cannot be trained on, in a batch that is used."""
 ENDED = "ended"
 """Code of rollouts that a buffer held when the run ended, and that no step had drawn."""

@@ -139,6 +139,15 @@ def best(outcomes: Outcomes) -> list[float]:
     return [float(number == chosen) for number in range(len(rewards))]
 
 
+def best_worst(outcomes: Outcomes) -> list[float]:
+    """1 for the first episode of the highest reward, -1 for the first of the lowest, and 0 for the others: pairs, for
+    direct preference optimisation (DPO, arXiv:2305.18290). Equal rewards make no pair: 0 for all."""
+    rewards = outcomes.rewards
+    highest, lowest = max(rewards), min(rewards)
+    chosen, rejected = rewards.index(highest), rewards.index(lowest)
+    return [float(number == chosen) - float(number == rejected) for number in range(len(rewards))]
+
+
 def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
     """(a_i - mean) / sqrt(max(variance, EPSILON)), with weighted mean and variance; a_i if all weights are 0.
 
@@ -163,6 +172,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": Estimator(dr_grpo, standardized),
     "reinforce_pp_global": Estimator(reward_alone, standardized, keeps_equal_rewards=True),
     "best": Estimator(best, keeps_equal_rewards=True),
+    "best_worst": Estimator(best_worst),
 }
 
 

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes
-from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SftBatchMaker
+from rollstream.consumers.grouping.makers.batch_maker import (
+    BatchMaker,
+    FifoBatchMaker,
+    MakerContext,
+    PairsBatchMaker,
+    SftBatchMaker,
+)
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.user_code import load_object
@@ -22,6 +28,7 @@ MAKERS: dict[str, MakerFactory] = {
     "fifo": FifoBatchMaker,
     "reservoir": ReservoirBatchMaker,
     "sft": SftBatchMaker,
+    "pairs": PairsBatchMaker,
 }
 
 

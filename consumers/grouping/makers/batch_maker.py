@@ -238,6 +238,8 @@ class FifoBatchMaker(BatchMaker):
 class SftBatchMaker(FifoBatchMaker):
     """Leaves out rollouts whose advantage is zero: with the estimator `best`, all but the best of each group."""
 
+    name: ClassVar[str] = "sft"
+
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)
         self._discarded: list[tuple[Source, str]] = []
@@ -249,8 +251,22 @@ class SftBatchMaker(FifoBatchMaker):
             self._discarded.append((example.source, "zero_advantage"))
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        return {"maker": "sft", "batch_size": len(batch)}
+        return {"maker": self.name, "batch_size": len(batch)}
 
     def take_discarded(self) -> list[tuple[Source, str]]:
         discarded, self._discarded = self._discarded, []
         return discarded
+
+
+class PairsBatchMaker(SftBatchMaker):
+    """Delivers two rollouts of each group, one with an advantage above 0 and one below: with the estimator
+    `best_worst`, the best and the worst. A group that does not have exactly one of each makes no pair."""
+
+    name: ClassVar[str] = "pairs"
+
+    def add_rollout(self, example: RLExample, group: SealedGroup | None = None) -> None:
+        signs = [] if group is None else [advantage > 0 for advantage in group.advantages if advantage]
+        if example.advantage.any() and group is not None and sorted(signs) != [False, True]:
+            self._discarded.append((example.source, "no_pair"))
+        else:
+            super().add_rollout(example, group)

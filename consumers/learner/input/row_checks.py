@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.objective import in_pairs
+from rollstream.consumers.learner.training.packing import NO_PAIRS
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 from rollstream.topics.records.fates import Skip
@@ -35,7 +37,33 @@ def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[
         if new.any():
             unfit[Skip(code, f"left out as {code}: {text}")] = tuple(np.flatnonzero(new).tolist())
             known |= new
+    if in_pairs(config.loss) and len(batch):
+        for code, text, rows in _pair_checks(batch, config, known):
+            if rows.any():
+                unfit[Skip(code, f"left out as {code}: {text}")] = tuple(np.flatnonzero(rows).tolist())
     return unfit
+
+
+def _pair_checks(
+    batch: TrainingBatch, config: LearnerConfig, known: NDArray[np.bool_]
+) -> list[tuple[str, str, NDArray[np.bool_]]]:
+    """Code, text and failing rows, bool [rows], of what only a loss in pairs needs; rows that are `known` to be unfit
+    do not fail again. Raises ConfigurationError for a batch of another maker."""
+    if len(batch) % 2 or (batch.group_index[::2] != batch.group_index[1::2]).any():
+        raise ConfigurationError(NO_PAIRS)
+    trained, lengths = batch.loss_mask.copy(), np.diff(batch.splits)
+    trained[batch.splits[:-1][lengths > 0]] = False
+    gone = known | ~_any_of_rows(trained, batch.splits)
+    if not config.loss.recipe.train_truncated:
+        gone |= batch.truncated
+    alone = np.repeat(gone.reshape(-1, 2).any(axis=1), 2) & ~known
+    long = np.repeat(lengths.reshape(-1, 2).sum(axis=1) > config.sequence_length, 2) & ~known & ~alone
+    if config.too_long == "error":
+        long[:] = False
+    return [
+        ("unpaired", "one of a pair of which the other is left out, or has no trained token", alone),
+        ("too_long", f"one of a pair longer than learner.sequence_length {config.sequence_length}", long),
+    ]
 
 
 def nothing_to_train_on(learner: str, step: int, reasons: Counter[str], batches: Sequence[str]) -> ConfigurationError:

@@ -4,16 +4,19 @@ The caller gives the denominators of sums, counted over the whole update, so tha
 the same gradient however an update is split.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from rollstream.consumers.learner.objective import (
+    PAIR_ACCURACY,
     WEIGHT_MOMENTS,
     LossConfig,
     TokenArrays,
     denominator_of,
+    in_pairs,
     needs_reference,
     needs_teacher,
 )
@@ -79,13 +82,13 @@ def policy_loss_of(
 
     Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics named by
     `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that their sums over
-    microbatches and processes are the values of the update. Raises ConfigurationError if kl_coefficient is set without
+    microbatches and processes are the values of the update. Raises ConfigurationError if a reference is needed without
     `reference_log_probs`, or distillation_coefficient without `teacher_log_probs`.
     """
     if needs_reference(config) and "reference_log_probs" not in batch:
         raise ConfigurationError(
-            "learner.loss.kl_coefficient is set, but the rollouts carry no reference log-probabilities and no "
-            "reference model is loaded; set learner.reference, or kl_coefficient to 0"
+            "learner.loss needs a reference, but the rollouts carry no reference log-probabilities and no reference "
+            "model is loaded; set learner.reference, or kl_coefficient to 0"
         )
     if needs_teacher(config) and "teacher_log_probs" not in batch:
         raise ConfigurationError(
@@ -101,9 +104,12 @@ def policy_loss_of(
     before = jax.lax.stop_gradient(logprobs)
     if decoupled and "proximal_log_probs" in batch:
         before = batch["proximal_log_probs"][:, 1:]
+    against = before if decoupled else generator
+    if in_pairs(config):
+        against = batch["reference_log_probs"][:, 1:]
     tokens = TokenArrays(
         log_probs=logprobs,
-        log_ratio=log_ratio(logprobs, before if decoupled else generator, mask),
+        log_ratio=log_ratio(logprobs, against, mask),
         advantages=_advantages(config, batch, before, mask, segment_ids),
         mask=mask,
         segment_ids=segment_ids,
@@ -123,6 +129,8 @@ def policy_loss_of(
         "clip_ratio/high_mean": mean(bounded.high),
         "clip_ratio/cap_mean": mean(bounded.cap),
     }
+    if in_pairs(config):
+        metrics[PAIR_ACCURACY] = mean(token_loss < math.log(2))
     if decoupled:
         weights, limited = importance_weights(config, mismatch, mask, segment_ids)
         token_loss = weights * token_loss

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.objective import LossConfig, token_weight, trains
+from rollstream.consumers.learner.objective import LossConfig, in_pairs, token_weight, trains
 from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.topics.errors import ConfigurationError
@@ -23,6 +23,10 @@ TooLong = Literal["skip", "truncate", "error"]
 KEPT_POSITIONS, KEPT_TOKENS = "kept_positions", "kept_tokens"
 _FEWEST_KEPT = 4
 """Least room for kept tokens, for each position of a row."""
+NO_PAIRS = (
+    'learner.loss.name is "dpo", but a batch holds rollouts that are no pairs of one with an advantage above 0 and one '
+    'below; set grouping.maker to "pairs" and grouping.estimator to "best_worst"'
+)
 _ALIGNED_BYTES = 64
 """XLA on a CPU uses an array in place if it begins at a multiple of this many bytes, and copies it otherwise."""
 _NUMBERS = 5
@@ -281,9 +285,15 @@ def pack(
     Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the positions of the given
     sequences among these rollouts. Rollouts without a sequence were left out.
 
-    A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
+    A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError. For a loss
+    in pairs, rollouts 2k and 2k + 1 of the step are a pair and get into the same row, one after the other; a pair of
+    which one is missing, or that is too long for a row, raises ConfigurationError.
     """
     loss = loss or LossConfig()
+    numbers = range(len(sequences)) if numbers is None else numbers
+    pairs = in_pairs(loss)
+    if pairs:
+        _check_pairs(sequences, numbers, sequence_length)
     lengths = [len(sequence.tokens) for sequence in sequences]
     longest = max(lengths, default=0)
     if longest > sequence_length and too_long == "error":
@@ -298,18 +308,32 @@ def pack(
         )
     total = len(sequences) if rollouts is None else rollouts
     shares: list[list[TrainingSequence]] = [[] for _ in range(minibatches)]
-    for number, length, sequence in zip(numbers or range(len(sequences)), lengths, sequences, strict=True):
+    for number, length, sequence in zip(numbers, lengths, sequences, strict=True):
         if length > sequence_length:
             if too_long == "skip":
                 continue
             sequence = _cut(sequence, sequence_length)
         if length:
-            shares[number * minibatches // total].append(sequence)
+            shares[(number - number % 2 if pairs else number) * minibatches // total].append(sequence)
     shapes = _rows_by_length(rows, sequence_length, length_buckets)
     return PackedStep(
         updates=tuple(_update(share, shapes, loss, carried_reference, experts) for share in shares),
         too_long=sum(length > sequence_length for length in lengths),
     )
+
+
+def _check_pairs(sequences: Sequence[TrainingSequence], numbers: Sequence[int], sequence_length: int) -> None:
+    """Raise ConfigurationError unless the sequences are whole pairs, each of which fits into a row."""
+    if len(sequences) % 2 or any(a + 1 != b or a % 2 for a, b in zip(numbers[::2], numbers[1::2], strict=True)):
+        raise ConfigurationError("a pair lacks one of its two rollouts; exclude the batch, and report this as a defect")
+    for first, second in zip(sequences[::2], sequences[1::2], strict=True):
+        if sorted((first.advantages[-1] > 0, second.advantages[-1] > 0)) != [False, True]:
+            raise ConfigurationError(NO_PAIRS)
+        if len(first.tokens) + len(second.tokens) > sequence_length:
+            raise ConfigurationError(
+                f"a pair has {len(first.tokens)} + {len(second.tokens)} tokens and packed rows hold {sequence_length}; "
+                'raise learner.sequence_length, or set learner.too_long to "skip"'
+            )
 
 
 def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
@@ -343,9 +367,16 @@ def _update(
 ) -> PackedUpdate:
     """Pack one update; `shapes` gives the rows of a microbatch by row length, longest first."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    if in_pairs(loss):
+        placed = [
+            (np.stack([2 * items, 2 * items + 1], axis=1).ravel(), np.repeat(bins, 2))
+            for items, bins in layout(lengths.reshape(-1, 2).sum(axis=1), shapes)
+        ]
+    else:
+        placed = layout(lengths, shapes)
     packed = [
         _microbatch([sequences[i] for i in items[own]], bins[own] - first, rows, length, loss, reference, experts)
-        for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
+        for (length, rows), (items, bins) in zip(shapes.items(), placed, strict=True)
         for first in range(0, int(bins.max(initial=-1)) + 1, rows)
         for own in [(bins >= first) & (bins < first + rows)]
     ]

@@ -77,7 +77,7 @@ def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | 
     staleness = metrics.get("off_policy/staleness", 0.0)
     fresh = staleness == 0.0
     limit = config.mismatch_limit + staleness * config.stale_mismatch_limit
-    if divergence <= limit:  # False for NaN.
+    if divergence <= limit or not config.compares_sampler:  # The comparison is False for NaN.
         return None
     if not math.isfinite(divergence):
         cause = "recorded log-probabilities or parameters of the learner that are not numbers"

@@ -84,6 +84,17 @@ def cross_entropy(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     return TokenLoss(-tokens.log_probs, nowhere, nowhere, nowhere)
 
 
+def paired(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-log sigmoid(beta h) at each token of a pair, h = the log ratio of the chosen sequence less that of the rejected.
+
+    DPO (arXiv:2305.18290). Sequences 1 and 2 of a row are a pair, 3 and 4 the next; advantages above 0 are chosen.
+    """
+    signed = jnp.sign(tokens.advantages) * tokens.log_ratio
+    margin = sequence_sums(signed, (tokens.segment_ids + 1) // 2)
+    nowhere = jnp.zeros_like(tokens.mask, bool)
+    return TokenLoss(-jax.nn.log_sigmoid(recipe.beta * margin), nowhere, nowhere, nowhere)
+
+
 SURROGATES: dict[str, Surrogate] = {
     "ppo_clip": clipped,
     "grpo": clipped,
@@ -94,6 +105,7 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": clipped_weight,
     "sapo": softly_gated,
     "ce": cross_entropy,
+    "dpo": paired,
 }
 """Surrogates by the names of objective.RECIPES."""
 

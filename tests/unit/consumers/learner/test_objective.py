@@ -25,7 +25,8 @@ def given(name: str) -> LossConfig:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_loss_by_name_alone_is_its_recipe_and_what_is_set_wins(name: str) -> None:
     assert given(name).recipe == RECIPES[name]._replace(length_norm=given(name).recipe.length_norm)
-    changed: Any = {"reduction": "token_mean", "clip_low": 0.05, "entropy_coefficient": 0.5, "train_truncated": False}
+    reduction = RECIPES[name].reduction if name == "dpo" else "token_mean"
+    changed: Any = {"reduction": reduction, "clip_low": 0.05, "entropy_coefficient": 0.5, "train_truncated": False}
     assert dataclasses.replace(given(name), **changed).recipe == given(name).recipe._replace(**changed)
 
 
@@ -35,6 +36,7 @@ def test_proximal_log_probabilities_are_needed_where_weights_meet_several_update
     assert needs_proximal(LossConfig(importance_sampling="masked"), 2)
     assert needs_proximal(LossConfig(name="rloo"), 2)
     assert needs_reference(LossConfig(kl_coefficient=0.01))
+    assert needs_reference(LossConfig(name="dpo"))
     assert not needs_reference(LossConfig())
 
 

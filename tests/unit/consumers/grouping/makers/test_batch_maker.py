@@ -96,6 +96,31 @@ def test_sft_batches_have_the_best_of_each_group_and_the_rest_is_dropped_by_name
     assert len(reasons(d)) == 9
 
 
+def test_pairs_are_the_best_and_the_worst_of_each_group_also_after_a_crash() -> None:
+    d = GroupingTestDriver(GroupingConfig(maker="pairs", estimator="best_worst", batch_rollouts=4))
+    rewards = {"ties": (0.0, 1.0, 1.0, 0.0), "equal": (0.5, 0.5), "low": (-2.0, -3.0, -2.5)}
+    for example, group in rewards.items():
+        for member, reward in enumerate(group):
+            d.pipe(example_rollout(f"{example}{member}", reward, example_id=example, group_size=len(group)))
+            d.commit()
+            d.crash_and_restore()
+    [batch] = d.batches
+    assert batch.uids == ("ties0", "ties1", "low0", "low1")
+    assert [batch.advantages[split] for split in batch.splits[:-1]] == [-1.0, 1.0, 1.0, -1.0]
+    assert batch.metadata == '{"batch_size": 4, "maker": "pairs"}'
+    assert sorted(reasons(d).values()) == ["zero_advantage"] * 3 + ["zero_variance"] * 2
+
+
+def test_a_group_without_exactly_one_chosen_and_one_rejected_rollout_makes_no_pair() -> None:
+    d = GroupingTestDriver(GroupingConfig(maker="pairs", estimator="rloo", batch_rollouts=2))
+    for example, group in {"three": (0.0, 1.0, 1.0), "two": (0.0, 1.0)}.items():
+        for member, reward in enumerate(group):
+            d.pipe(example_rollout(f"{example}{member}", reward, example_id=example, group_size=len(group)))
+    assert [batch.uids for batch in d.batches] == [("two0", "two1")]
+    assert set(reasons(d).values()) == {"no_pair"}
+    assert len(reasons(d)) == 3
+
+
 class Wrong(FifoBatchMaker):
     """Base of makers that do one thing wrong."""
 

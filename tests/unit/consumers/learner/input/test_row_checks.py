@@ -11,7 +11,7 @@ import pytest
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.consumers.learner.input.row_checks import unfit_rows
-from rollstream.consumers.learner.objective import OptimizerConfig
+from rollstream.consumers.learner.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.training.packing import pack_for, sequences_of
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig
@@ -154,3 +154,39 @@ def test_rows_too_long_for_a_row_are_left_out_unless_they_are_cut() -> None:
 def test_a_limit_on_advantages_that_is_none_is_refused(limit: float) -> None:
     with pytest.raises(ConfigurationError, match="advantage_limit"):
         replace(CONFIG, advantage_limit=limit)
+
+
+PAIRS = replace(
+    BATCH,
+    group_index=np.arange(len(BATCH), dtype="<i4") // 2,
+    advantages=np.repeat(np.where(np.arange(len(BATCH)) % 2, -1.0, 1.0), np.diff(BATCH.splits)).astype("<f4"),
+)
+IN_PAIRS = replace(CONFIG, reference="initial", loss=LossConfig(name="dpo"))
+
+
+def test_the_other_of_a_pair_is_left_out_with_a_bad_row() -> None:
+    reasons = {reason.code: rows for reason, rows in unfit_rows(last_token(99, "tokens")(PAIRS), IN_PAIRS).items()}
+    assert reasons == {"vocabulary": (ROW,), "unpaired": (ROW - 1,)}
+    mask = PAIRS.loss_mask.copy()
+    mask[PAIRS.splits[ROW] : PAIRS.splits[ROW + 1]] = False
+    reasons = {reason.code: rows for reason, rows in unfit_rows(replace(PAIRS, loss_mask=mask), IN_PAIRS).items()}
+    assert reasons == {"unpaired": (ROW - 1, ROW)}
+
+
+def test_a_pair_too_long_for_a_row_is_left_out_and_the_rest_is_packed() -> None:
+    lengths = np.diff(PAIRS.splits).reshape(-1, 2).sum(axis=1)
+    config = replace(IN_PAIRS, sequence_length=int(lengths.max()) - 1)
+    unfit = unfit_rows(PAIRS, config)
+    assert {reason.code for reason in unfit} == {"too_long"}
+    rows = {row for rows in unfit.values() for row in rows}
+    assert rows == {row for row in range(len(PAIRS)) if lengths[row // 2] == lengths.max()}
+    fit = [row for row in range(len(PAIRS)) if row not in rows]
+    packed = pack_for(config, sequences_of(chosen_rows(PAIRS, fit)), numbers=fit, rollouts=len(PAIRS))
+    assert packed.trained_sequences == len(fit)
+
+
+def test_batches_of_another_maker_are_refused_where_pairs_are_needed() -> None:
+    with pytest.raises(ConfigurationError, match=r'grouping\.maker to "pairs"'):
+        unfit_rows(replace(PAIRS, group_index=np.zeros(len(PAIRS), "<i4") + np.arange(len(PAIRS)) // 3), IN_PAIRS)
+    with pytest.raises(ConfigurationError, match=r'grouping\.maker to "pairs"'):
+        pack_for(IN_PAIRS, sequences_of(BATCH))

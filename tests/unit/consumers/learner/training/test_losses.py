@@ -298,7 +298,67 @@ def test_cispo_silences_no_token_that_ppo_does() -> None:
 
 
 def test_every_loss_has_a_recipe_a_surrogate_and_a_reference_here() -> None:
-    assert set(SURROGATES) == set(RECIPES) == {*(config.name for config, _ in CASES.values()), "gspo"}
+    assert set(SURROGATES) == set(RECIPES) == {*(config.name for config, _ in CASES.values()), "gspo", "dpo"}
+
+
+def some_pairs() -> list[Sample]:
+    """Five pairs, some with the chosen rollout first and some with the rejected one; each rollout has a trained token,
+    and two pairs fit into a row."""
+    samples = [s for seed in range(5, 12) for s in some_samples(seed) if s.mask.any() and len(s.mask) <= LENGTH // 4]
+    samples = samples[:10]
+    for index, sample in enumerate(samples):
+        sample.advantages = np.full(len(sample.mask), [1.0, -1.0, -1.0, 1.0][index % 4])
+    return samples
+
+
+def dpo(config: LossConfig, samples: list[Sample]) -> tuple[float, float]:
+    """Mean over the pairs of -log sigmoid(beta (log ratio of the chosen - log ratio of the rejected)), and the share of
+    trained tokens in pairs of the right order."""
+    ratios = [float((s.learner - s.reference)[s.mask].sum()) for s in samples]
+    signs = [float(s.advantages[0]) for s in samples]
+    margins = [signs[i] * ratios[i] + signs[i + 1] * ratios[i + 1] for i in range(0, len(samples), 2)]
+    tokens = [int(samples[i].mask.sum() + samples[i + 1].mask.sum()) for i in range(0, len(samples), 2)]
+    right = sum(count for count, margin in zip(tokens, margins, strict=True) if margin > 0)
+    losses = [math.log1p(math.exp(-config.recipe.beta * margin)) for margin in margins]
+    return sum(losses) / len(losses), right / sum(tokens)
+
+
+PAIRS_IN_ROWS = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("rubbish", [0.0, math.nan])
+def test_dpo_has_the_value_and_the_gradient_of_its_paper(rubbish: float) -> None:
+    config, samples = LossConfig(name="dpo", beta=0.7), some_pairs()
+    loss, metrics, gradient = found(config, samples, PAIRS_IN_ROWS, rubbish=rubbish)
+    expected_loss, accuracy = dpo(config, samples)
+    assert 0 < accuracy < 1
+    assert (loss, metrics["pairs/accuracy_mean"]) == pytest.approx((expected_loss, accuracy), rel=1e-12)
+    assert set(metrics) == set(policy_metrics(config, reference=True))
+    for index, sample in enumerate(samples):
+        for t in range(1, len(sample.mask)):
+            ends = []
+            for h in (1e-5, -1e-5):
+                moved = dataclasses.replace(sample, learner=sample.learner + h * (np.arange(len(sample.mask)) == t))
+                ends.append(dpo(config, [*samples[:index], moved, *samples[index + 1 :]])[0])
+            assert gradient[index][t] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-8)
+    shared, _metrics, of_shared = found(config, samples, [[4, 5, 0, 1], [2, 3], [8, 9], [6, 7]])
+    assert shared == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(np.concatenate(of_shared), np.concatenate(gradient), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"importance_sampling": "masked"}, {"reduction": "token_mean"}, {"reject_token": (0.5, 2.0)}]
+)
+def test_dpo_refuses_what_has_no_meaning_for_pairs(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="has no meaning"):
+        LossConfig(name="dpo", **setting)
+
+
+def test_dpo_needs_a_reference_and_whole_pairs() -> None:
+    with pytest.raises(ConfigurationError, match=r'name is "dpo", but there is no reference'):
+        LearnerConfig(loss=LossConfig(name="dpo"))
+    with pytest.raises(ConfigurationError, match="needs whole pairs"):
+        LearnerConfig(loss=LossConfig(name="dpo"), reference="initial", too_long="truncate")
 
 
 @pytest.mark.parametrize("reduction", ["sequence_mean_token_mean", "sequence_mean_token_sum_norm"])

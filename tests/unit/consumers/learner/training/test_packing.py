@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.consumers.learner.objective import LossConfig
 from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.consumers.learner.training.packing import (
     PackedBatch,
@@ -250,3 +251,40 @@ def test_advantages_are_one_a_row_only_if_every_row_has_the_same_bits_at_all_its
         actual = sequences_of(replace(batch, advantages=nothing))
         assert [len(item.advantages) for item in actual] == lengths.tolist()
         assert np.signbit(np.concatenate([item.advantages for item in actual])).tolist() == np.signbit(nothing).tolist()
+
+
+@given(halves=st.lists(st.tuples(st.integers(1, LENGTH // 2), st.integers(1, LENGTH // 2)), max_size=20))
+def test_the_two_of_a_pair_lie_in_one_row_one_after_the_other_and_in_one_minibatch(
+    halves: list[tuple[int, int]],
+) -> None:
+    lengths = [length for pair in halves for length in pair]
+    pairs = [
+        each._replace(advantages=np.float32([(-1.0) ** (index % 2 + index // 2)]))
+        for index, each in enumerate(sequences(lengths))
+    ]
+    step = pack(
+        pairs, rows=ROWS, sequence_length=LENGTH, length_buckets=BUCKETS, minibatches=3, loss=LossConfig(name="dpo")
+    )
+    firsts = [100 * index + 1 for index in range(len(pairs))]
+    collected: list[int] = []
+    for update in step.updates:
+        for microbatch in update.microbatches:
+            arrays = microbatch.arrays()
+            for row, ids in enumerate(arrays["segment_ids"]):
+                begins = [int(arrays["tokens"][row][ids == number][0]) for number in range(1, int(ids.max()) + 1)]
+                assert begins[1::2] == [begin + 100 for begin in begins[::2]]
+                collected += begins
+    assert sorted(collected) == firsts
+
+
+def test_half_a_pair_and_a_pair_longer_than_a_row_are_refused() -> None:
+    one, two = (
+        each._replace(advantages=np.float32([sign])) for each, sign in zip(sequences([5, 5]), (1, -1), strict=True)
+    )
+    settings = {"rows": ROWS, "sequence_length": LENGTH, "loss": LossConfig(name="dpo")}
+    with pytest.raises(ConfigurationError, match="lacks one of its two"):
+        pack([one], numbers=[2], rollouts=4, **settings)
+    with pytest.raises(ConfigurationError, match="lacks one of its two"):
+        pack([two, one], numbers=[1, 2], rollouts=4, **settings)
+    with pytest.raises(ConfigurationError, match=r"5 \+ 5 tokens"):
+        pack([one, two], **{**settings, "sequence_length": 9})
