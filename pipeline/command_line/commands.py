@@ -48,9 +48,9 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "sink": ("tools.sink", "fill trackio, Weights & Biases or another tracker from the log: steps and traces"),
         "groups": ("tools.groups", "write new groups of the run into Parquet files, in a group store"),
         "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
-        "migrate": (
-            "tools.migrate",
-            "copy rollouts of the old form, or samples of a TransferQueue, into a run or new files",
+        "import": (
+            "tools.importer",
+            "copy chats, rollouts of the old form, or samples of a TransferQueue into a run or new files",
         ),
     },
     "Set up": {

@@ -1,7 +1,7 @@
-"""`rollstream migrate`: copies rollouts of the old form, or samples of a TransferQueue, into a run or new files.
+"""`rollstream import`: copies chats, rollouts of the old form, or samples of a TransferQueue into a run or new files.
 
 Every rollout read is written, already present, or reported with a reason; written rollouts are read back and counted.
-A repeated migration writes only what is missing, because uids and file names derive from the place in the source.
+A repeated import writes only what is missing, because uids and file names derive from the place in the source.
 """
 
 import argparse
@@ -16,10 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rollstream.consumers.learner.pretrained import model_of, tokenizer_of
 from rollstream.consumers.trainers.sample_rollouts import FieldNames, sample_rollouts
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
+from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.producers.inference.chat_files import chat_identity, chat_rollouts
 from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError
@@ -43,11 +46,12 @@ from rollstream.topics.wire.keys import encode_key
 from rollstream.topics.wire.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
 
 _RUN, _SAMPLES = "run:", "samples:"
+_CHATS = ".jsonl"
 _IDENTITY = "rollstream.source"
 _ROLLOUTS_A_TRANSACTION = 1000
 _SHOWN = 20
 _UNKNOWN = "(unreadable)"
-_ELSEWHERE = "it would be replaced, so migrate into another directory"
+_ELSEWHERE = "it would be replaced, so import into another directory"
 
 
 class SourceBatch(NamedTuple):
@@ -74,7 +78,7 @@ class SourcePortion:
 
 
 @dataclass
-class MigrationReport:
+class ImportReport:
     """Counts of rollouts read, refused, written and found in the target."""
 
     batches: int = 0
@@ -82,7 +86,7 @@ class MigrationReport:
     """Rollouts by environment, including refused ones. An unreadable batch counts as a rollout without environment."""
     refused: list[RefusedRollout] = field(default_factory=list)
     there: Counter[str] = field(default_factory=Counter)
-    """Rollouts that an earlier migration wrote."""
+    """Rollouts that an earlier import wrote."""
     written: Counter[str] = field(default_factory=Counter)
     in_target: Counter[str] = field(default_factory=Counter)
     """Rollouts of this source that were read back from the target; each counts once."""
@@ -116,20 +120,20 @@ class MigrationReport:
         }
 
 
-class MigrationTarget(Protocol):
+class ImportTarget(Protocol):
     """Destination of rollouts."""
 
-    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+    def write(self, portion: SourcePortion, report: ImportReport, expected: dict[str, str]) -> None:
         """Write the rollouts of a portion that are not in the target; add the environment of each uid to `expected`."""
 
-    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
+    def close(self, report: ImportReport, expected: dict[str, str]) -> None:
         """Finish, and count the `expected` rollouts in the target."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream migrate`."""
-    set_handler(parser, migrate, example="rollstream migrate old-rollouts run:main", json=True)
-    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of Avro files, or samples:RUN")
+    """Add the flags of `rollstream import`."""
+    set_handler(parser, import_rollouts, example="rollstream import chats.jsonl run:main", json=True)
+    parser.add_argument("source", metavar="SOURCE", help="a .jsonl or .avro file, a directory of them, or samples:RUN")
     parser.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
     parser.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
     parser.add_argument(
@@ -141,17 +145,17 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def migrate(config: RunConfig, args: argparse.Namespace) -> int:
-    """Migrate, and print the counts. Return 1 unless every rollout read is in the target; with --dry-run, return 1 if a
+def import_rollouts(config: RunConfig, args: argparse.Namespace) -> int:
+    """Import, and print the counts. Return 1 unless every rollout read is in the target; with --dry-run, return 1 if a
     rollout is refused."""
-    target: MigrationTarget
+    target: ImportTarget
     if args.dry_run:
         target = _DryRunTarget()
     elif args.target.startswith(_RUN):
         target = _RunTarget(config.kafka, args.target[len(_RUN) :])
     else:
         target = _DirectoryTarget(Path(args.target), Path(args.source))
-    report, expected = MigrationReport(), dict[str, str]()
+    report, expected = ImportReport(), dict[str, str]()
     for portion in _portions(config, args):
         target.write(portion, report, expected)
     target.close(report, expected)
@@ -160,7 +164,7 @@ def migrate(config: RunConfig, args: argparse.Namespace) -> int:
     return 0 if report.complete or (args.dry_run and not report.refused) else 1
 
 
-def _text(report: MigrationReport, args: argparse.Namespace) -> str:
+def _text(report: ImportReport, args: argparse.Namespace) -> str:
     counts = report.as_dict()
     header = ("environment", "read", "refused", "there before", "written", "in the target")
     rows = [(name or _UNKNOWN, *row.values()) for name, row in counts["environments"].items()]
@@ -182,7 +186,7 @@ def _text(report: MigrationReport, args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
+def _upcast(read: SourceBatch, report: ImportReport) -> tuple[Rollout, ...]:
     """Count a batch, add its invalid rollouts to the refused rollouts, and return its valid rollouts."""
     if read.rollout is not None:
         report.read[read.rollout.environment] += 1
@@ -204,7 +208,7 @@ def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
 
 def _portions(config: RunConfig, args: argparse.Namespace) -> Iterable[SourcePortion]:
     if not args.source.startswith(_SAMPLES):
-        return _file_portions(Path(args.source))
+        return _file_portions(config, Path(args.source))
     run, names = args.source[len(_SAMPLES) :], FieldNames.of(args.field)
     topic = topic_name(run, "samples")
     ends = "-".join(str(end) for _partition, (_begin, end) in sorted(topic_admin.bounds(config.kafka, topic).items()))
@@ -215,22 +219,42 @@ def _portions(config: RunConfig, args: argparse.Namespace) -> Iterable[SourcePor
     return [SourcePortion(f"{topic}.avro", f"{topic}@{ends}", samples)]
 
 
-def _file_portions(source: Path) -> Iterator[SourcePortion]:
+def _file_portions(config: RunConfig, source: Path) -> Iterator[SourcePortion]:
     """Yield a portion for each file of a directory, or for the one file."""
     if not source.exists():
         raise ConfigurationError(f"{source} does not exist; a source is a file or a directory")
-    paths = sorted(source.rglob("*.avro")) if source.is_dir() else [source]
+    named = (path for path in source.rglob("*") if path.suffix in (".avro", _CHATS)) if source.is_dir() else [source]
+    paths = sorted(path for path in named if path.is_file())
     if not paths:
-        raise ConfigurationError(f"{source} has no file whose name ends in .avro")
+        raise ConfigurationError(f"{source} has no file whose name ends in .avro or {_CHATS}")
     for path in paths:
         name = str(path.relative_to(source)) if source.is_dir() else path.name
         try:
+            if path.suffix == _CHATS:
+                identity = chat_identity(path, name)
+                yield SourcePortion(f"{name}.avro", identity, _chats_in(config, path, identity))
+                continue
             data = path.read_bytes()
         except OSError as error:
             yield SourcePortion(name, "", [SourceBatch(name, None, f"it cannot be read: {error.strerror or error}")])
             continue
         identity = f"{name}@{hashlib.sha256(data).hexdigest()[:16]}"
         yield SourcePortion(name, identity, _batches_in(data, identity))
+
+
+def _chats_in(config: RunConfig, path: Path, identity: str) -> Iterator[SourceBatch]:
+    """Yield the rollouts of a file of chats, rendered for the model of the run as its inference servers do."""
+    template = chat_template(
+        config.inference.chat_template,
+        tokenizer_of(config.learner),
+        config.learner.pretrained,
+        config.inference.chat_template_kwargs,
+    )
+    for line in chat_rollouts(path, identity, template, model_of(config.learner).vocab_size):
+        if line.reason:
+            yield SourceBatch(line.place, None, line.reason)
+        for rollout in line.rollouts:
+            yield SourceBatch(line.place, None, rollout=rollout)
 
 
 def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
@@ -251,18 +275,18 @@ def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
 class _DryRunTarget:
     """Target of --dry-run: reads and counts only."""
 
-    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+    def write(self, portion: SourcePortion, report: ImportReport, expected: dict[str, str]) -> None:
         for read in portion.batches:
             _upcast(read, report)
 
-    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
+    def close(self, report: ImportReport, expected: dict[str, str]) -> None:
         pass
 
 
 class _DirectoryTarget:
     """Writes a file for each portion atomically.
 
-    A file of the same content stays unchanged. Files that no migration made, such as the source itself, and files with
+    A file of the same content stays unchanged. Files that no import made, such as the source itself, and files with
     rollouts that the source lacks are never replaced.
     """
 
@@ -276,7 +300,7 @@ class _DirectoryTarget:
         self._directory = directory
         self._files: list[Path] = []
 
-    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+    def write(self, portion: SourcePortion, report: ImportReport, expected: dict[str, str]) -> None:
         rollouts = [rollout for read in portion.batches for rollout in _upcast(read, report)]
         if not rollouts:
             return
@@ -294,10 +318,10 @@ class _DirectoryTarget:
             write_rollouts(file, rollouts, {_IDENTITY: portion.identity})
         report.written.update(environments)
 
-    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
+    def close(self, report: ImportReport, expected: dict[str, str]) -> None:
         uids = Counter(rollout.uid for path in self._files for rollout in _rollouts_in(path))
         _count(uids, report, expected)
-        write_json(self._directory / "migration.json", report.as_dict())
+        write_json(self._directory / "import.json", report.as_dict())
 
 
 def _check_contained(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -311,29 +335,29 @@ def _check_contained(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _identity_in(path: Path) -> str:
-    """Return the identity that a migration wrote into a file.
+    """Return the identity that an import wrote into a file.
 
     Raises ConfigurationError if it has none, so that the file would be lost if it were replaced.
     """
     try:
         identity = container_metadata(path.read_bytes()).get(_IDENTITY, b"").decode()
     except (OSError, RecordError) as error:
-        raise ConfigurationError(f"{path} is not a file of an earlier migration ({error}); {_ELSEWHERE}") from error
+        raise ConfigurationError(f"{path} is not a file of an earlier import ({error}); {_ELSEWHERE}") from error
     if not identity:
-        raise ConfigurationError(f"{path} is not a file of an earlier migration; {_ELSEWHERE}")
+        raise ConfigurationError(f"{path} is not a file of an earlier import; {_ELSEWHERE}")
     return identity
 
 
 def _rollouts_in(path: Path) -> list[Rollout]:
-    """Return the rollouts that a migration wrote. Raises RecordError if the file is damaged."""
+    """Return the rollouts that an import wrote. Raises RecordError if the file is damaged."""
     try:
         return read_rollouts(path.read_bytes())
     except RecordError as error:
-        raise RecordError(f"{path}: {error}; restore it, or migrate into another directory") from error
+        raise RecordError(f"{path}: {error}; restore it, or import into another directory") from error
 
 
 class _RunTarget:
-    """Writes rollouts to a run, except uids that are already there. Only one migration writes into a run at a time."""
+    """Writes rollouts to a run, except uids that are already there. Only one import writes into a run at a time."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         clients.check_broker(kafka)
@@ -341,18 +365,18 @@ class _RunTarget:
         self._topic = topic_name(run, "rollouts")
         topic_admin.partitions_of(kafka, self._topic)
         self._limit_bytes = limit_bytes_of(kafka)
-        self._producer = TransactionalProducer(kafka, transactional_id(run, "migrate"))
+        self._producer = TransactionalProducer(kafka, transactional_id(run, "import"))
         self._waiting: list[tuple[bytes, bytes, str]] = []
         try:
-            # From here on no other migration into the run can commit, so the uids read now stay complete.
+            # From here on no other import into the run can commit, so the uids read now stay complete.
             self._producer.start()
         except (TransactionFailed, Stalled) as error:
             raise _undelivered(error) from error
-        # An open transaction of another writer hides rollouts that were migrated after it began.
-        await_decided(kafka, self._topic, "nothing was migrated")
-        self._there = {rollout.uid for rollout in _migrated(kafka, self._topic)}
+        # An open transaction of another writer hides rollouts that were imported after it began.
+        await_decided(kafka, self._topic, "nothing was imported")
+        self._there = {rollout.uid for rollout in _imported(kafka, self._topic)}
 
-    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+    def write(self, portion: SourcePortion, report: ImportReport, expected: dict[str, str]) -> None:
         for read in portion.batches:
             for rollout, key, value in self._fitting(_upcast(read, report), report):
                 expected[rollout.uid] = rollout.environment
@@ -363,7 +387,7 @@ class _RunTarget:
             if len(self._waiting) >= _ROLLOUTS_A_TRANSACTION:
                 self._commit(report)
 
-    def _fitting(self, rollouts: Sequence[Rollout], report: MigrationReport) -> list[tuple[Rollout, bytes, bytes]]:
+    def _fitting(self, rollouts: Sequence[Rollout], report: ImportReport) -> list[tuple[Rollout, bytes, bytes]]:
         """Return the rollouts that fit into a record of the run; refuse larger rollouts, and lower the group sizes."""
         encoded = [
             (rollout, encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in rollouts
@@ -383,7 +407,7 @@ class _RunTarget:
         ]
         return [(r, key, encode(r)) for r, (_r, key, _value) in zip(made, rest, strict=True)]
 
-    def _commit(self, report: MigrationReport) -> None:
+    def _commit(self, report: ImportReport) -> None:
         """Send the waiting rollouts in one transaction. If it raises DeliveryError, none of them is visible."""
         if not self._waiting:
             return
@@ -396,17 +420,17 @@ class _RunTarget:
         report.written.update(environment for _key, _value, environment in self._waiting)
         self._waiting = []
 
-    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
+    def close(self, report: ImportReport, expected: dict[str, str]) -> None:
         self._commit(report)
         self._producer.close()
         # Markers of the last transaction may come late, and an open transaction of another writer hides our rollouts.
         await_decided(self._kafka, self._topic, "the rollouts were written, but not counted")
-        uids = Counter(rollout.uid for rollout in _migrated(self._kafka, self._topic))
+        uids = Counter(rollout.uid for rollout in _imported(self._kafka, self._topic))
         _count(uids, report, expected)
 
 
-def _migrated(kafka: KafkaConfig, topic: str) -> Iterator[Rollout]:
-    """Yield the migrated rollouts in `rollouts` of a run."""
+def _imported(kafka: KafkaConfig, topic: str) -> Iterator[Rollout]:
+    """Yield the imported rollouts in `rollouts` of a run."""
     for message in read_to_end(kafka, topic):
         try:
             rollout = decode_as(Rollout, message.value)
@@ -424,7 +448,7 @@ def _content(rollout: Rollout) -> bytes:
     return digest.digest()
 
 
-def _count(uids: Counter[str], report: MigrationReport, expected: dict[str, str]) -> None:
+def _count(uids: Counter[str], report: ImportReport, expected: dict[str, str]) -> None:
     report.in_target.update(environment for uid, environment in expected.items() if uids[uid])
     report.repeated += sum(uids[uid] - 1 for uid in expected if uids[uid] > 1)
 

@@ -1,8 +1,9 @@
-"""`rollstream migrate` into a run on a real broker: exactly what was read, however often it is started or killed."""
+"""`rollstream import` into a run on a real broker: exactly what was read, however often it is started or killed."""
 
 import io
 import json
 import os
+import tomllib
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ import fastavro
 import pytest
 
 from rollstream.consumers.buffers.groups.view import GroupStore
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.command_line.cli import main
-from rollstream.pipeline.tools import migrate as migrate_tool
+from rollstream.pipeline.tools import importer
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
 from rollstream.topics.wire.codec import encode, schemas, values_of
 from tests.support.old_form import old_form
+from tests.support.pages import blocks, page, section
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -27,8 +31,8 @@ def old_batch(name: str, groups: int = 4) -> RolloutBatch:
     return old_form(members, OldMetadata(worker_id="w", timestamp=1.0, weight_step=0))
 
 
-def migrate(run: RealRun, source: str, code: int = 0, target: str = "") -> dict[str, Any]:
-    _python, _safe, _m, _pipeline, *words = run.command("migrate", source, target or f"run:{run.name}", "--json")
+def imported(run: RealRun, source: str, code: int = 0, target: str = "") -> dict[str, Any]:
+    _python, _safe, _m, _pipeline, *words = run.command("import", source, target or f"run:{run.name}", "--json")
     with redirect_stdout(io.StringIO()) as out:
         assert main(words) == code, out.getvalue()
     report: dict[str, Any] = json.loads(out.getvalue())
@@ -54,11 +58,11 @@ def test_old_files_become_rollouts_of_a_run_once_and_are_trained_on(real_run: Re
     old = real_run.directory / "old"
     old.mkdir()
     write(old / "one.avro", old_batch("a"), old_batch("b"))
-    report = migrate(real_run, str(old))
+    report = imported(real_run, str(old))
     assert report["complete"]
     assert report["total"] == {"read": 32, "refused": 0, "there_before": 0, "written": 32, "in_target": 32}
     write(old / "two.avro", old_batch("c"))
-    assert migrate(real_run, str(old))["total"] == {
+    assert imported(real_run, str(old))["total"] == {
         "read": 48,
         "refused": 0,
         "there_before": 32,
@@ -95,17 +99,17 @@ def _a_store_follows_the_run(run: RealRun) -> None:
 
 @pytest.mark.kafka  # it fails over the model, not examined yet
 @pytest.mark.long
-def test_a_migration_that_is_killed_is_finished_by_the_next_and_doubles_nothing(real_run: RealRun) -> None:
+def test_an_import_that_is_killed_is_finished_by_the_next_and_doubles_nothing(real_run: RealRun) -> None:
     real_run.prepare()
     old = real_run.directory / "old"
     old.mkdir()
     for number in range(4):
         write(old / f"{number}.avro", *(old_batch(f"{number}-{b}", groups=40) for b in range(6)))
-    process = real_run.start("migrate", "old", f"run:{real_run.name}")
+    process = real_run.start("import", "old", f"run:{real_run.name}")
     eventually(lambda: len(uids(real_run)) >= 960, 60, "a transaction of it")
     os.kill(process.pid, 9)
     process.wait()
-    report = migrate(real_run, str(old))
+    report = imported(real_run, str(old))
     assert report["complete"]
     assert report["total"]["read"] == report["total"]["in_target"] == 3840
     assert report["total"]["there_before"] >= 960
@@ -125,7 +129,30 @@ def test_rollouts_that_another_transaction_hides_at_first_are_counted(
             await_decided(kafka, topic, doing)
             foreign.enter_context(real_run.open_transaction("rollouts"))
 
-        monkeypatch.setattr(migrate_tool, "await_decided", decided)
-        report = migrate(real_run, str(real_run.directory / "old.avro"))
+        monkeypatch.setattr(importer, "await_decided", decided)
+        report = imported(real_run, str(real_run.directory / "old.avro"))
     assert report["complete"]
     assert (report["total"]["written"], report["total"]["in_target"]) == (16, 16)
+
+
+def test_chats_are_imported_once_and_a_bad_line_is_named_by_its_number(real_run: RealRun) -> None:
+    """The examples and the settings of docs/losses.md."""
+    part = section(page("losses"), "Your own examples")
+    chats = real_run.directory / "chats.jsonl"
+    lines = blocks(part, "jsonl")[0].splitlines()
+    chats.write_text("\n".join([*lines, '{"messages": [', ""]))
+    real_run.grouping = GroupingConfig(**tomllib.loads(blocks(part, "toml")[0])["grouping"])
+    real_run.prepare()
+    report = imported(real_run, str(chats), code=1)
+    [refused] = report["refused"]
+    assert refused["place"].startswith("chats.jsonl@")
+    assert refused["place"].endswith(f":{len(lines) + 1}")
+    assert "not JSON" in refused["reason"]
+    assert imported(real_run, str(chats), code=1)["total"]["written"] == 0
+    rollouts = [record for record in real_run.read("rollouts") if isinstance(record, Rollout)]
+    assert len(rollouts) == len(lines)
+
+    real_run.start("group")
+    eventually(lambda: sorted(_trained_on(real_run)) == sorted(r.uid for r in rollouts), 60, "each is in a batch")
+    book = ledger(real_run.kafka, real_run.name)
+    assert book.balanced, book.problems

@@ -1,4 +1,4 @@
-"""`rollstream migrate samples:RUN`: samples of a TransferQueue become rollouts, which the ledger and grouping know."""
+"""`rollstream import samples:RUN`: samples of a TransferQueue become rollouts, which the ledger and grouping know."""
 
 import io
 import json
@@ -59,9 +59,9 @@ def put(run: RealRun, samples: dict[str, dict[str, Any]], cleared: list[str]) ->
         writer.write(cleared_marks([(PARTITION, sample) for sample in cleared], run.topics.partitions))
 
 
-def migrate(run: RealRun, *flags: str) -> tuple[int, dict[str, Any], str]:
+def imported(run: RealRun, *flags: str) -> tuple[int, dict[str, Any], str]:
     _python, _safe, _m, _pipeline, *words = run.command(
-        "migrate", f"samples:{run.name}", f"run:{run.name}", "--json", *flags
+        "import", f"samples:{run.name}", f"run:{run.name}", "--json", *flags
     )
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
         code = main(words)
@@ -75,10 +75,10 @@ def rollouts(run: RealRun) -> dict[str, Rollout]:
 def test_samples_become_rollouts_once_and_are_batched_in_their_groups(run: RealRun) -> None:
     names = [f"{group}.{member}" for group in range(GROUPS) for member in range(SIZE)]
     put(run, {name: fields(*map(int, name.split("."))) for name in names}, cleared=names[::3])
-    code, report, _errors = migrate(run)
+    code, report, _errors = imported(run)
     assert (code, report["complete"]) == (0, True)
     assert report["environments"]["gsm8k"]["written"] == 16
-    code, report, _errors = migrate(run)
+    code, report, _errors = imported(run)
     assert (code, report["total"]["there_before"], report["total"]["written"]) == (0, 16, 0)
 
     made = rollouts(run)
@@ -109,7 +109,7 @@ def test_a_sample_that_makes_no_rollout_is_refused_with_its_reason_and_its_group
         "0.3": fields(0, 3, **odd),
     }
     put(run, samples, cleared=["0.2"])
-    code, report, _errors = migrate(run)
+    code, report, _errors = imported(run)
     assert code == 1
     assert [(refused["place"].partition(":")[0], refused["reason"]) for refused in report["refused"]] == [
         (run.topic("samples"), "it lacks rm_scores"),
@@ -120,17 +120,17 @@ def test_a_sample_that_makes_no_rollout_is_refused_with_its_reason_and_its_group
 
 def test_a_group_has_the_lowest_version_of_its_samples(run: RealRun) -> None:
     put(run, {f"0.{m}": fields(0, m, policy_version=np.array(7 + m)) for m in range(2)}, cleared=[])
-    assert migrate(run)[0] == 0
+    assert imported(run)[0] == 0
     made = [rollout for _uid, rollout in sorted(rollouts(run).items())]
     assert [(r.policy_version, r.lowest_version, r.highest_version) for r in made] == [(7, 7, 7), (7, 8, 8)]
 
 
 def test_fields_of_other_names_are_named(run: RealRun) -> None:
     put(run, {"a": fields(0, 1, rm_scores=None, score=0.5, data_source=None, step=np.array([7], np.int64))}, cleared=[])
-    assert migrate(run)[0] == 1
-    assert migrate(run, "--field", "reward=score", "--field", "version=step")[0] == 0
+    assert imported(run)[0] == 1
+    assert imported(run, "--field", "reward=score", "--field", "version=step")[0] == 0
     [made] = rollouts(run).values()
     assert (made.environment, made.reward, made.policy_version, made.highest_version) == ("samples", 0.5, 7, 7)
-    code, _report, errors = migrate(run, "--field", "rewards=score")
+    code, _report, errors = imported(run, "--field", "rewards=score")
     assert code
     assert "--field rewards: give NAME=FIELD, with a name of prompt, response" in errors

@@ -25,7 +25,7 @@ from rollstream.topics.records import (
 )
 from rollstream.topics.wire.validation import NAME_LIMIT, problems
 
-PLACE = "migrated_from"
+PLACE = "imported_from"
 """Key in a rollout's `extra` of the place it was read from."""
 _NAME_ROOM = NAME_LIMIT - 64
 _FIELDS = ("env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs", "episode_reward")

@@ -1,4 +1,4 @@
-"""`rollstream migrate` between files counts records, can be restarted, and loses only what is damaged."""
+"""`rollstream import` between files counts records, can be restarted, and loses only what is damaged."""
 
 import io
 import json
@@ -45,8 +45,8 @@ def write(path: Path, *batches: RolloutBatch, **options: Any) -> None:
     path.write_bytes(out.getvalue())
 
 
-def migrate(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
-    code = main(["migrate", *map(str, words), "--json"])
+def imported(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
+    code = main(["import", *map(str, words), "--json"])
     out, err = capsys.readouterr()
     assert err == ""
     return code, json.loads(out)
@@ -61,7 +61,7 @@ def test_every_rollout_of_a_directory_is_in_the_target_by_environment(
 ) -> None:
     write(tmp_path / "old" / "one.avro", batch("x"), batch("y", groups=3))
     write(tmp_path / "old" / "deep" / "two.avro", batch("z", groups=1), codec="deflate")
-    code, report = migrate(capsys, tmp_path / "old", tmp_path / "new")
+    code, report = imported(capsys, tmp_path / "old", tmp_path / "new")
     assert code == 0
     assert report["complete"]
     assert report["batches"] == 3
@@ -74,24 +74,24 @@ def test_every_rollout_of_a_directory_is_in_the_target_by_environment(
     assert (tmp_path / "new" / "deep" / "two.avro").exists()
 
 
-def test_a_repeated_migration_writes_only_missing_and_changed_rollouts(
+def test_a_repeated_import_writes_only_missing_and_changed_rollouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     write(old / "one.avro", batch("x"))
     write(old / "two.avro", batch("y"))
-    migrate(capsys, old, new)
+    imported(capsys, old, new)
     before = {path.name: path.stat().st_ino for path in new.glob("*.avro")}
     (new / "two.avro").unlink()
     write(old / "three.avro", batch("z"))
-    code, report = migrate(capsys, old, new)
+    code, report = imported(capsys, old, new)
     assert (code, report["total"]) == (
         0,
         {"read": 18, "refused": 0, "there_before": 6, "written": 12, "in_target": 18},
     )
     assert (new / "one.avro").stat().st_ino == before["one.avro"]
     write(old / "one.avro", batch("x"), batch("w"))
-    code, report = migrate(capsys, old, new)
+    code, report = imported(capsys, old, new)
     assert (code, report["total"]["there_before"], report["total"]["written"]) == (0, 12, 12)
     made = rollouts(new)
     assert len(made) == len({r.uid for r in made}) == 24
@@ -101,9 +101,9 @@ def test_a_file_of_another_source_is_not_replaced(tmp_path: Path, capsys: pytest
     """As of two hosts that both wrote rollouts.avro."""
     for host in ("a", "b"):
         write(tmp_path / host / "rollouts.avro", batch(host))
-    migrate(capsys, tmp_path / "a", tmp_path / "new")
+    imported(capsys, tmp_path / "a", tmp_path / "new")
     made = (tmp_path / "new" / "rollouts.avro").read_bytes()
-    assert main(["migrate", str(tmp_path / "b"), str(tmp_path / "new"), "--json"]) == 2
+    assert main(["import", str(tmp_path / "b"), str(tmp_path / "new"), "--json"]) == 2
     assert "has 6 rollouts that this source lacks" in capsys.readouterr().err
     assert (tmp_path / "new" / "rollouts.avro").read_bytes() == made
 
@@ -119,7 +119,7 @@ def test_damaged_and_invalid_rollouts_are_named_and_counted_alone(
     (old / "pickle.avro").write_bytes(b"\x80\x04N.")
     write(old / "senseless.avro", batch("s", groups=1), batch("t", groups=1, logprobs=np.ones(4, "<f4")))
     (old / "notes.txt").write_text("not a file of rollouts")
-    code, report = migrate(capsys, old, tmp_path / "new")
+    code, report = imported(capsys, old, tmp_path / "new")
     assert code == 1
     assert not report["complete"]
     assert report["environments"][""] == {"read": 2, "refused": 2, "there_before": 0, "written": 0, "in_target": 0}
@@ -128,14 +128,14 @@ def test_damaged_and_invalid_rollouts_are_named_and_counted_alone(
     named = {refused["place"].split("@")[0]: refused["reason"] for refused in report["refused"]}
     assert set(named) == {"torn.avro", "pickle.avro", "senseless.avro"}
     assert "above 0" in named["senseless.avro"]
-    assert json.loads((tmp_path / "new" / "migration.json").read_text())["refused"] == report["refused"]
+    assert json.loads((tmp_path / "new" / "import.json").read_text())["refused"] == report["refused"]
 
 
 def test_a_file_of_something_else_is_named_batch_by_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema = {"type": "record", "name": "RolloutBatch", "fields": [{"name": "n", "type": "int"}]}
     with open(tmp_path / "other.avro", "wb") as file:
         fastavro.writer(file, schema, [{"n": 1}, {"n": 2}])
-    code, report = migrate(capsys, tmp_path / "other.avro", tmp_path / "new")
+    code, report = imported(capsys, tmp_path / "other.avro", tmp_path / "new")
     assert code == 1
     assert [refused["reason"] for refused in report["refused"]] == ["not a RolloutBatch: KeyError: 'groups'"] * 2
 
@@ -175,7 +175,7 @@ def test_a_writers_own_schema_with_lists_and_null_metadata_is_read(
     }
     with open(tmp_path / "own.avro", "wb") as file:
         fastavro.writer(file, schema, [{"groups": [{"rollouts": [values, values]}], "metadata": None}])
-    code, _told = migrate(capsys, tmp_path / "own.avro", tmp_path / "new")
+    code, _told = imported(capsys, tmp_path / "own.avro", tmp_path / "new")
     assert code == 0
     first, second = rollouts(tmp_path / "new")
     assert first.tokens.tolist() == [1, 2, 3]
@@ -189,20 +189,20 @@ def _list(item: Any) -> dict[str, Any]:
 
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "one.avro", batch("x"))
-    code, report = migrate(capsys, tmp_path / "one.avro", tmp_path / "new", "--dry-run")
+    code, report = imported(capsys, tmp_path / "one.avro", tmp_path / "new", "--dry-run")
     assert (code, report["total"]["read"], report["total"]["written"]) == (0, 6, 0)
     assert not (tmp_path / "new").exists()
 
 
 def test_a_target_that_lost_a_rollout_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "old" / "one.avro", batch("x"))
-    migrate(capsys, tmp_path / "old", tmp_path / "new")
+    imported(capsys, tmp_path / "old", tmp_path / "new")
     made = tmp_path / "new" / "one.avro"
     identity = container_metadata(made.read_bytes())["rollstream.source"].decode()
     kept = read_rollouts(made.read_bytes())[1:]
     with open(made, "wb") as file:
         write_rollouts(file, kept, {"rollstream.source": identity})
-    code, report = migrate(capsys, tmp_path / "old", tmp_path / "new")
+    code, report = imported(capsys, tmp_path / "old", tmp_path / "new")
     assert (code, report["complete"]) == (1, False)
     assert report["environments"]["a"]["in_target"] == 2
 
@@ -210,14 +210,14 @@ def test_a_target_that_lost_a_rollout_is_noticed(tmp_path: Path, capsys: pytest.
 def test_the_text_output_is_a_table_with_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "old" / "one.avro", batch("x"))
     (tmp_path / "old" / "two.avro").write_bytes(b"no")
-    assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert main(["import", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split("  ")[0] == "environment"
     assert "(unreadable)" in out
     assert "6 of 7 rollouts read are in" in out
     assert "refused two.avro@" in err
     (tmp_path / "old" / "two.avro").unlink()
-    assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert main(["import", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     assert "all 6 rollouts read are in" in capsys.readouterr().out
 
 
@@ -242,12 +242,12 @@ def test_invalid_arguments_name_the_valid_ones(
     monkeypatch.chdir(tmp_path)
     write(Path("old/one.avro"), batch("x"))
     Path("empty").mkdir()
-    assert main(["migrate", source, target]) == 2
+    assert main(["import", source, target]) == 2
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["rollouts of the old form", "something else"])
-def test_a_file_that_no_migration_made_is_not_replaced(
+def test_a_file_that_no_import_made_is_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     source, target = tmp_path / "old" / "one.avro", tmp_path / "new"
@@ -258,21 +258,21 @@ def test_a_file_that_no_migration_made_is_not_replaced(
     before = source.read_bytes(), (target / "one.avro").read_bytes()
     # The directory of the source itself holds such a file, too.
     for directory in (target, source.parent):
-        assert main(["migrate", str(source), str(directory)]) == 2
+        assert main(["import", str(source), str(directory)]) == 2
         err = capsys.readouterr().err
-        assert f"{directory / 'one.avro'} is not a file of an earlier migration" in err
-        assert "migrate into another directory" in err
+        assert f"{directory / 'one.avro'} is not a file of an earlier import" in err
+        assert "import into another directory" in err
     assert (source.read_bytes(), (target / "one.avro").read_bytes()) == before
-    assert not (target / "migration.json").exists()
+    assert not (target / "import.json").exists()
 
 
-def test_the_page_shows_how_old_data_becomes_a_file_that_is_migrated(
+def test_the_page_shows_how_old_data_becomes_a_file_that_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [snippet] = blocks(section(page("trainers"), "From batch metadata to rollout metadata"), "python")
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "docs/trainers.md", "exec"), {})
-    code, report = migrate(capsys, "old.avro", "new")
+    code, report = imported(capsys, "old.avro", "new")
     assert (code, report["environments"]["math"]["written"]) == (0, 1)
     [made] = rollouts(tmp_path / "new")
     assert (made.metadata.worker_id, made.metadata.weight_step) == ("host_1", 12)

@@ -75,7 +75,7 @@ def test_no_fatal_error_is_ever_tried_again(code: int) -> None:
 
 
 RUNS = st.text("ab0._-", min_size=1, max_size=6)
-ROLES = st.sampled_from(["grouper", "labeller", "learner", "exclude", "redrive", "migrate", "restore"])
+ROLES = st.sampled_from(["grouper", "labeller", "learner", "exclude", "redrive", "import", "restore"])
 WHICH = st.one_of(st.just(""), st.integers(0, 12), st.just("bootstrap"))
 WRITERS = st.tuples(RUNS, ROLES, WHICH)
 
