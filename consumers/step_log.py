@@ -5,11 +5,11 @@ raises Fenced. So each policy version of a run is used once, even if learners of
 """
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
+from rollstream.consumers.transactions import repeated
 from rollstream.consumers.weights.manifests import ROLLBACK_OF
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import RETIRED, read_named
@@ -20,7 +20,6 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
-from rollstream.topics.logs import event
 from rollstream.topics.records import LearnerStep, PolicyManifest, RetiredLearner
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
@@ -29,8 +28,6 @@ from rollstream.topics.wire.keys import encode_key
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
-_PAUSE_S = 0.1
-"""Pause in seconds before a failed transaction is tried again."""
 
 TopicRecord = tuple[str, bytes, bytes]
 """Topic, key and value."""
@@ -137,27 +134,24 @@ class StepLog:
         AccessDenied for a missing permission, RecordTooLarge for a record above the limit, and BrokerUnavailable if the
         transaction does not succeed in time.
         """
-        deadline = time.monotonic() + _TIMEOUT_S
-        while True:
-            try:
-                with self._producer.transaction() as transaction:
-                    for topic, key, value in records:
-                        transaction.send(topic, value, key, headers=headers)
-                return
-            except (TransactionFailed, Stalled) as failed:
-                passing = isinstance(failed, TransactionFailed) and not (
-                    failed.fatal or failed.refused or failed.too_large
-                )
-                if not passing or time.monotonic() > deadline:
-                    raise self._ended(failed) from failed
-                event(logger, "transaction_aborted", level=logging.WARNING, error=str(failed))
-                time.sleep(_PAUSE_S)
+
+        def attempt() -> None:
+            with self._producer.transaction() as transaction:
+                for topic, key, value in records:
+                    transaction.send(topic, value, key, headers=headers)
+
+        repeated(attempt, _TIMEOUT_S, self._raise_if_final)
 
     def close(self) -> None:
         """Flush the producer; no transaction is open between commits."""
         # For a fenced producer this only logs an error, so that the error that ended the learner is not hidden.
         self._producer.flush(5.0)
         self._producer.close()
+
+    def _raise_if_final(self, failed: TransactionFailed | Stalled, too_late: bool) -> None:
+        passing = isinstance(failed, TransactionFailed) and not (failed.fatal or failed.refused or failed.too_large)
+        if not passing or too_late:
+            raise self._ended(failed) from failed
 
     def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | AccessDenied | RecordTooLarge | BrokerUnavailable:
         """Return the error to raise for a failed transaction."""

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _ABORTS = "rollstream_transaction_aborts_total"
 RETRY_FOR_S = 60.0
 """How long a call is retried while no broker answers."""
+_PAUSE_S = 0.1
 P = TypeVar("P")
 
 
@@ -53,6 +54,25 @@ class Refused(NamedTuple):
     key: bytes | None
     value: bytes | None
     error: str
+
+
+def repeated(
+    attempt: Callable[[], None], for_s: float, raise_if_final: Callable[[TransactionFailed | Stalled, bool], None]
+) -> None:
+    """Call `attempt` until a transaction succeeds, for up to `for_s`.
+
+    `raise_if_final` gets the error of each failed attempt, and whether the time is over; it raises the error that the
+    caller knows, unless the same records may be sent again.
+    """
+    deadline = time.monotonic() + for_s
+    while True:
+        try:
+            attempt()
+            return
+        except (TransactionFailed, Stalled) as failed:
+            raise_if_final(failed, time.monotonic() > deadline)
+            event(logger, "transaction_retried", level=logging.WARNING, error=str(failed))
+            time.sleep(_PAUSE_S)
 
 
 class ExactlyOnce(ABC, Generic[P]):
@@ -204,34 +224,32 @@ class ExactlyOnce(ABC, Generic[P]):
         self._producer = self._new_producer()
 
     def _publish(self, member: object, parts: Sequence[P]) -> None:
-        deadline = time.monotonic() + RETRY_FOR_S
-        while True:
-            try:
-                with self._producer.transaction() as transaction:
-                    positions = self._write(transaction, parts)
-                    transaction.send_offsets(positions, member)
-                return
-            except TransactionFailed as failed:
-                VALUES.count(_ABORTS)
-                if failed.refused:
-                    raise DeliveryError(f"transaction {self._id} is refused: {failed.reason}") from failed
-                if failed.too_large:
-                    raise DeliveryError(
-                        f"a record of transaction {self._id} is larger than kafka.max_record_bytes or the brokers "
-                        f"allow ({failed.reason}); `rollstream topics apply` gives the topics the limit of the settings"
-                    ) from failed
-                self._raise_if_fatal(failed)
-                if failed.decision is Decision.RESTORE:
-                    raise OwnershipLost(
-                        f"a rebalance happened before the commit ({failed.reason}); restoring"
-                    ) from failed
-                if time.monotonic() > deadline:
-                    raise DeliveryError(
-                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, the last time with {failed.reason}; "
-                        "check the brokers and min.insync.replicas"
-                    ) from failed
-                event(logger, "transaction_retried", level=logging.WARNING, error=failed.reason)
-                time.sleep(0.1)
+        def attempt() -> None:
+            with self._producer.transaction() as transaction:
+                positions = self._write(transaction, parts)
+                transaction.send_offsets(positions, member)
+
+        repeated(attempt, RETRY_FOR_S, self._raise_if_final)
+
+    def _raise_if_final(self, failed: TransactionFailed | Stalled, too_late: bool) -> None:
+        if isinstance(failed, Stalled):
+            raise failed
+        VALUES.count(_ABORTS)
+        if failed.refused:
+            raise DeliveryError(f"transaction {self._id} is refused: {failed.reason}") from failed
+        if failed.too_large:
+            raise DeliveryError(
+                f"a record of transaction {self._id} is larger than kafka.max_record_bytes or the brokers "
+                f"allow ({failed.reason}); `rollstream topics apply` gives the topics the limit of the settings"
+            ) from failed
+        self._raise_if_fatal(failed)
+        if failed.decision is Decision.RESTORE:
+            raise OwnershipLost(f"a rebalance happened before the commit ({failed.reason}); restoring") from failed
+        if too_late:
+            raise DeliveryError(
+                f"transaction {self._id} failed for {RETRY_FOR_S:g} s, the last time with {failed.reason}; "
+                "check the brokers and min.insync.replicas"
+            ) from failed
 
     def _send_dead_letter(self, transaction: Transaction, letter: Refused) -> None:
         key, value = letter.key, letter.value

@@ -39,6 +39,7 @@ TOPICS = (
     "calls",
     "rescores",
     "rollouts",
+    "samples",
 )
 """All topics except `weights`, whose records are large and soon deleted; `rollstream weights export` keeps models."""
 FLUSH_BYTES = 64 * 1024 * 1024

@@ -4,11 +4,13 @@ Delivery: a put is one transaction, so it is on the log whole or not at all, and
 A put that is sent again, because its answer was lost, replaces itself. One driver at a time writes: the next fences it.
 """
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +18,17 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
+from rollstream.consumers.transactions import repeated
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, Fenced, RecordTooLarge, TopicError
+from rollstream.topics.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    Fenced,
+    RecordTooLarge,
+    StateRefused,
+    TopicError,
+)
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
 from rollstream.topics.kafka.reader import Reader, read_to_end, silence
@@ -26,14 +36,14 @@ from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed, transactional_id
-from rollstream.topics.logs import event
 from rollstream.topics.records import SampleField, SamplesCleared
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import decode_as, encode
 from rollstream.topics.wire.keys import encode_key, partition_of
 
 logger = logging.getLogger(__name__)
-_PAUSE_S = 0.1
+POSITIONS = "rollstream.json"
+"""File of a queue's checkpoint that says where the topic ended."""
 _AT_ONCE = 500
 _GAP = 100
 """Longest gap of offsets to read through; for a longer gap a seek, which discards fetched data, is cheaper."""
@@ -108,7 +118,7 @@ class SampleWriter(Closing):
         self._producer = TransactionalProducer(kafka, transactional_id(run, "samples", number), logger=logger)
         self._waiting: list[_Put] = []
         self._queueing, self._committing = threading.Lock(), threading.Lock()
-        self._repeat(self._producer.start)
+        repeated(self._producer.start, self._patience_s, self._raise_if_final)
 
     def write(self, records: Sequence[SampleRecord]) -> list[int]:
         """Commit records together, and return their offsets.
@@ -130,7 +140,7 @@ class SampleWriter(Closing):
 
     def _commit(self, puts: list[_Put]) -> None:
         try:
-            self._repeat(lambda: self._transaction(puts))
+            repeated(lambda: self._transaction(puts), self._patience_s, self._raise_if_final)
         except RecordTooLarge as error:
             if len(puts) == 1:
                 puts[0].error = error
@@ -154,29 +164,19 @@ class SampleWriter(Closing):
         for put in puts:
             put.offsets = [next(offsets) for _record in put.records]
 
-    def _repeat(self, call: Callable[[], None]) -> None:
-        """Call, again after an error that passes, and raise the error that its caller knows otherwise."""
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            try:
-                call()
-                return
-            except (TransactionFailed, Stalled) as failed:
-                ended = isinstance(failed, TransactionFailed) and (failed.fatal or failed.refused)
-                if isinstance(failed, TransactionFailed) and failed.taken_over:
-                    raise Fenced(
-                        f"another driver has taken over the samples of run {self._run} ({failed.reason}), so this one "
-                        "must stop"
-                    ) from failed
-                if isinstance(failed, TransactionFailed) and failed.too_large:
-                    raise RecordTooLarge(
-                        f"a field of a sample of run {self._run} is larger than kafka.max_record_bytes or the brokers "
-                        f"allow ({failed.reason}); raise kafka.max_record_bytes and run `rollstream topics apply`"
-                    ) from failed
-                if ended or time.monotonic() > deadline:
-                    raise BrokerUnavailable(f"samples of run {self._run} were not written: {failed}") from failed
-                event(logger, "transaction_aborted", level=logging.WARNING, error=str(failed))
-                time.sleep(_PAUSE_S)
+    def _raise_if_final(self, failed: TransactionFailed | Stalled, too_late: bool) -> None:
+        ended = isinstance(failed, TransactionFailed) and (failed.fatal or failed.refused)
+        if isinstance(failed, TransactionFailed) and failed.taken_over:
+            raise Fenced(
+                f"another driver has taken over the samples of run {self._run} ({failed.reason}), so this one must stop"
+            ) from failed
+        if isinstance(failed, TransactionFailed) and failed.too_large:
+            raise RecordTooLarge(
+                f"a field of a sample of run {self._run} is larger than kafka.max_record_bytes or the brokers "
+                f"allow ({failed.reason}); raise kafka.max_record_bytes and run `rollstream topics apply`"
+            ) from failed
+        if ended or too_late:
+            raise BrokerUnavailable(f"samples of run {self._run} were not written: {failed}") from failed
 
     def close(self) -> None:
         """End the writer; no transaction is open between writes."""
@@ -272,15 +272,37 @@ def live_samples(
     return live
 
 
-def prune_samples(kafka: KafkaConfig, run: str, ends: Mapping[int, int]) -> dict[int, int]:
-    """Delete what precedes, in its partition, every field that was live at these offsets and everything after them.
+def checkpoint_ends(kafka: KafkaConfig, run: str, checkpoint: str | Path) -> dict[int, int]:
+    """Return where the topic ended at a checkpoint of the queue, by partition.
 
-    Returns the first offset that is kept, by partition. Raises as `topic_admin.delete_records` does.
+    Raises ConfigurationError if the folder holds none, and StateRefused if it was made with another topic.
     """
-    topic, keep = topic_name(run, "samples"), dict(ends)
+    path = Path(checkpoint, POSITIONS)
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no part of a checkpoint of a queue on the log: {error}") from error
+    identity = topic_identity(kafka, run)
+    if {name: saved.get(name) for name in identity} != identity:
+        raise StateRefused(
+            f"the checkpoint in {checkpoint} was made with {saved.get('topic')} with id {saved.get('topic_id')}, not "
+            f"with {identity['topic']} with id {identity['topic_id']}: name its run and its brokers"
+        )
+    return {int(partition): end for partition, end in saved["ends"].items()}
+
+
+def topic_identity(kafka: KafkaConfig, run: str) -> dict[str, str]:
+    """Return the name and the id of a run's topic of samples."""
+    topic = topic_name(run, "samples")
+    return {"topic": topic, "topic_id": topic_admin.topic_ids(kafka, [topic])[topic]}
+
+
+def needed_from(kafka: KafkaConfig, run: str, ends: Mapping[int, int]) -> dict[int, int]:
+    """Return the first offset of each partition that a checkpoint that ends there, or a later one, needs: that of the
+    oldest field that was live, or where it ended."""
+    keep = dict(ends)
     for fields in live_samples(kafka, run, ends).values():
         for live in fields.values():
             place = live.place
             keep[place.partition] = min(keep.get(place.partition, place.offset), place.offset)
-    topic_admin.delete_records(kafka, {(topic, partition): offset for partition, offset in keep.items()})
     return keep

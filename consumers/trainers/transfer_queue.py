@@ -24,17 +24,19 @@ from transfer_queue.storage.managers.base import KVStorageManager, StorageManage
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.trainers.sample_log import (
+    POSITIONS,
     LiveField,
     Sample,
     SamplePlace,
     SampleReader,
     SampleRecord,
     SampleWriter,
+    checkpoint_ends,
     cleared_marks,
     digest_of,
     live_samples,
-    prune_samples,
     record_of,
+    topic_identity,
 )
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
@@ -48,7 +50,6 @@ BACKEND = "Rollstream"
 _CLIENT = "RollstreamClient"
 _NAMESPACE = "transfer_queue"
 _MOST_WRITERS = 8
-_POSITIONS = "rollstream.json"
 _TENSOR, _ARRAY = 1, 2
 _Header = tuple[str, tuple[int, ...]]
 
@@ -183,17 +184,12 @@ class LogStorageManager(KVStorageManager):  # type: ignore[misc]
         client = self.storage_client
         topic = topic_name(client.run, "samples")
         ends = {str(p): end for p, (_begin, end) in topic_admin.bounds(client.kafka, topic).items()}
-        write_json(Path(checkpoint_dir, _POSITIONS), {"ends": ends, **_identity(client)})
+        identity = topic_identity(client.kafka, client.run)
+        write_json(Path(checkpoint_dir, POSITIONS), {"ends": ends, **identity})
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Check that the log is the one that the checkpoint was made with. Raises StateRefused."""
-        saved = json.loads(Path(checkpoint_dir, _POSITIONS).read_text())
-        identity = _identity(self.storage_client)
-        if {name: saved[name] for name in identity} != identity:
-            raise StateRefused(
-                f"the checkpoint in {checkpoint_dir} was made with {saved['topic']} with id {saved['topic_id']}, not "
-                f"with {identity['topic']} with id {identity['topic_id']}: name its run and its brokers"
-            )
+        checkpoint_ends(self.storage_client.kafka, self.storage_client.run, checkpoint_dir)
 
     async def _name(self, metadata: Any) -> None:
         """Ask the controller for the keys of samples, because the metadata has only their numbers."""
@@ -206,11 +202,6 @@ class LogStorageManager(KVStorageManager):  # type: ignore[misc]
             for index, key in zip(indexes, keys or [None] * len(indexes), strict=True):
                 name = f"#{index}" if key is None else key
                 self.storage_client.samples[index] = (partition_id, name), tags[index]
-
-
-def _identity(client: LogClient) -> dict[str, str]:
-    topic = topic_name(client.run, "samples")
-    return {"topic": topic, "topic_id": topic_admin.topic_ids(client.kafka, [topic])[topic]}
 
 
 @dataclass(frozen=True)
@@ -233,11 +224,11 @@ def restore(checkpoint: str | Path | None = None, *, keep_later: bool = True) ->
     everything put since, to be consumed, also what was cleared since. With `keep_later` false, that is cleared.
     Raises StateRefused if the checkpoint was made with another topic.
     """
-    ends = None if checkpoint is None else _ends(checkpoint)
-    if checkpoint is not None:
-        transfer_queue.load_checkpoint(checkpoint)
     queue = transfer_queue.get_client()
     client: LogClient = queue.storage_manager.storage_client
+    ends = None if checkpoint is None else checkpoint_ends(client.kafka, client.run, checkpoint)
+    if checkpoint is not None:
+        transfer_queue.load_checkpoint(checkpoint)
     there = {(partition_id, key) for partition_id, keys in (queue.kv_list(None) or {}).items() for key in keys}
     groups: dict[tuple[str, frozenset[str]], dict[str, dict[str, LiveField]]] = {}
     unnamed, later = 0, []
@@ -254,21 +245,6 @@ def restore(checkpoint: str | Path | None = None, *, keep_later: bool = True) ->
     for (partition_id, _names), samples in groups.items():
         _add(queue, partition_id, samples)
     return Restored(sum(map(len, groups.values())), unnamed, len(later))
-
-
-def prune(checkpoint: str | Path) -> dict[int, int]:
-    """Delete from the log what the queue does not need if this checkpoint, or a later one, is restored.
-
-    Returns the first offset of each partition of the topic that is kept.
-    """
-    client: LogClient = transfer_queue.get_client().storage_manager.storage_client
-    return prune_samples(client.kafka, client.run, _ends(checkpoint))
-
-
-def _ends(checkpoint: str | Path) -> dict[int, int]:
-    """Where the log ended at a checkpoint, by partition."""
-    saved = json.loads(Path(checkpoint, _POSITIONS).read_text())
-    return {int(partition): end for partition, end in saved["ends"].items()}
 
 
 def _add(queue: Any, partition_id: str, samples: Mapping[str, Mapping[str, LiveField]]) -> None:

@@ -3,7 +3,8 @@
 The plan keeps the records that recovery reads, the records that the verification window needs, and the records that
 learners have yet to read. It also keeps the batches and index entries that the kept journal names, so that the ledger
 balances and every index entry has its batch. Trajectories, labeled or not, may be deleted below the lowest position of
-their readers. Labeled records stay if they are needed to recover lost positions of labeling.
+their readers. Labeled records stay if they are needed to recover lost positions of labeling. Samples of a TransferQueue
+may be deleted below what a checkpoint of the queue needs, if one is named.
 """
 
 import time
@@ -23,6 +24,8 @@ CONTROL_TOPICS = ("unlabelled", "trajectories")
 """Topics of labeling and of control tasks."""
 RECOVERY, WINDOW, ACCOUNT, SESSIONS = "recovery", "verification window", "ledger", "open sessions"
 NO_LABELER, NO_FILLER = "no labeler on record", "no filler on record"
+SAMPLES = "samples"
+QUEUE, NO_QUEUE = "checkpoint of the queue", "no checkpoint of the queue"
 TopicAndPartition = tuple[str, int]
 """Topic and partition."""
 
@@ -113,6 +116,8 @@ class Positions:
     """Groups of sessions in the order of their first starts."""
     calls_read: Mapping[int, int] = field(default_factory=dict)
     """Offset up to which the sessions in each partition of calls were read."""
+    samples_needed: Mapping[int, int] = field(default_factory=dict)
+    """First offset of each partition of samples that the queue's checkpoint needs; empty if none is named."""
     skipped: tuple[str, ...] = ()
     """Lines of text about records that could not be read."""
 
@@ -171,6 +176,10 @@ def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = 
         stops["batches", partition] = _least(stop, *_group_needs(positions, "batches", partition))
     stops |= _control_stops(positions)
     stops |= _calls_stops(positions, window, keep_from_ms)
+    for place in positions.begins:
+        if place[0] == SAMPLES:
+            need = (positions.samples_needed.get(place[1], 0), QUEUE if positions.samples_needed else NO_QUEUE)
+            stops[place] = _least(need, *_group_needs(positions, *place))
     return [
         Deletion(topic=topic, partition=p, begin=begin, to=max(begin, stops[topic, p][0]), why=stops[topic, p][1])
         for (topic, p), begin in sorted(

@@ -19,6 +19,7 @@ from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.step_log import all_steps
+from rollstream.consumers.trainers.sample_log import checkpoint_ends, needed_from
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import place_of
@@ -30,7 +31,10 @@ from rollstream.pipeline.audit.pruning_plan import (
     CONTROL_TOPICS,
     NO_FILLER,
     NO_LABELER,
+    NO_QUEUE,
+    QUEUE,
     RECOVERY,
+    SAMPLES,
     SESSIONS,
     WINDOW,
     CommittedTask,
@@ -79,6 +83,8 @@ _WHY = {
     SESSIONS: "calls of sessions that are not finished, or may still be started",
     NO_LABELER: "no labeler has run yet, or the positions of labeling are lost",
     NO_FILLER: "no filler has filled a buffer yet",
+    QUEUE: "samples that --queue-checkpoint, or a later checkpoint, needs",
+    NO_QUEUE: "samples of a TransferQueue are deleted below what its checkpoint needs; name it with --queue-checkpoint",
 }
 _NO_ARCHIVE = (
     "no archiver is on record: none runs, or one was stopped for longer than offsets.retention.minutes, so "
@@ -101,6 +107,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="batches cut in the last H hours stay verifiable, and the newest N if --keep-batches is given, too",
     )
     parser.add_argument(
+        "--queue-checkpoint",
+        default="",
+        metavar="FOLDER",
+        help="the oldest checkpoint of a TransferQueue that may be restored; samples that it does not need are deleted",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print what would be deleted, and why other records are kept"
     )
     parser.add_argument("--yes", action="store_true", help="delete the records; this cannot be undone")
@@ -117,6 +129,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.run,
         config.grouper.group_id(config.run),
         config.labeling.group_id(config.run),
+        args.queue_checkpoint,
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
@@ -254,17 +267,19 @@ def read_positions(
     run: str,
     group: str,
     labeling_group: str | None = None,
+    queue_checkpoint: str = "",
 ) -> Positions:
     """Read the positions of every task, learner and consumer group of a run.
 
-    `labeling_group` is the consumer group of labeling processes, if its name is not the default. Raises StateRefused if
+    `labeling_group` is the consumer group of labeling processes, if its name is not the default, and `queue_checkpoint`
+    the folder of a TransferQueue's checkpoint. Raises StateRefused if
     the group of grouping processes has a journal but no committed offsets.
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
     bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in PRUNED}
     places = {topic_name(run, topic): (*ends,) for topic, ends in bounds.items()}
-    for topic in (*CONTROL_TOPICS, CALLS):
+    for topic in (*CONTROL_TOPICS, CALLS, SAMPLES):
         if not any(end for _low, end in bounds[topic].values()):
             del bounds[topic]
     begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
@@ -277,10 +292,14 @@ def read_positions(
     skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, skipped)
     sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
+    samples_needed: dict[int, int] = {}
+    if queue_checkpoint:
+        samples_needed = needed_from(kafka, run, checkpoint_ends(kafka, run, queue_checkpoint))
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
-        # The run has no grouping, so positions outside the control topics are unknown, and nothing is deleted there.
-        committed, begins = [], {place: low for place, low in begins.items() if place[0] in CONTROL_TOPICS}
+        # The run has no grouping, so other positions are unknown, and nothing is deleted there.
+        alone = (*CONTROL_TOPICS, SAMPLES)
+        committed, begins = [], {place: low for place, low in begins.items() if place[0] in alone}
     tasks = {}
     for place in committed:
         where = f"rollouts[{place.partition}] by group {group}"
@@ -301,6 +320,7 @@ def read_positions(
         last_steps=last_steps,
         sessions=sessions,
         calls_read={partition: end for partition, (_low, end) in bounds.get(CALLS, {}).items()},
+        samples_needed=samples_needed,
         skipped=tuple(map(str, skipped.first)),
     )
 

@@ -1,23 +1,28 @@
 """Samples of a TransferQueue on the log: puts are whole, places lead back to what was put, one driver writes."""
 
+import io
+import json
 import threading
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 
 import numpy as np
 import pytest
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.consumers.trainers.sample_log import (
+    POSITIONS,
     SamplePlace,
     SampleReader,
     SampleWriter,
+    checkpoint_ends,
     cleared_marks,
     digest_of,
     live_samples,
-    prune_samples,
     record_of,
+    topic_identity,
 )
-from rollstream.topics.errors import Fenced, RecordTooLarge, TopicError
+from rollstream.pipeline.command_line.cli import main
+from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused, TopicError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records import SampleField
 from tests.support.runs import RealRun
@@ -96,13 +101,33 @@ def test_what_is_live_is_what_was_put_and_not_cleared_since(run: RealRun) -> Non
         assert len(live_samples(run.kafka, run.name, later)) == 5, "what was cleared before it is not"
 
 
+def pruned(run: RealRun, *flags: str) -> dict[int, int]:
+    """Run `rollstream prune`; return the first offset that is kept of each partition of samples."""
+    _python, _safe, _m, _pipeline, *words = run.command("prune", "--yes", "--json", *flags)
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0
+    return {row["partition"]: row["to"] for row in json.loads(out.getvalue())["plan"] if row["topic"] == "samples"}
+
+
+def test_the_checkpoint_of_another_topic_prunes_nothing(run: RealRun) -> None:
+    (run.directory / POSITIONS).write_text(json.dumps({"ends": {"0": 1}, "topic": "other.samples", "topic_id": "x"}))
+    with pytest.raises(StateRefused, match=r"was made with other\.samples"):
+        checkpoint_ends(run.kafka, run.name, run.directory)
+    with pytest.raises(ConfigurationError, match="no part of a checkpoint"):
+        checkpoint_ends(run.kafka, run.name, run.directory / "nothing")
+
+
 def test_pruning_keeps_what_was_live_at_a_checkpoint_and_all_after_it(run: RealRun) -> None:
     with closing(writer_of(run)) as writer, SampleReader(run.kafka, run.name) as reader:
         places = [place for n in range(12) for place in put(writer, field(f"k{n}"))]
         writer.write(cleared_marks([("train_0", f"k{n}") for n in range(6)], PARTITIONS))
         ends = {p: end for p, (_begin, end) in topic_admin.bounds(run.kafka, run.topic("samples")).items()}
         writer.write(cleared_marks([("train_0", f"k{n}") for n in range(6, 12)], PARTITIONS))
-        kept = prune_samples(run.kafka, run.name, ends)
+        folder = run.directory / "queue"
+        folder.mkdir()
+        (folder / POSITIONS).write_text(json.dumps({"ends": ends, **topic_identity(run.kafka, run.name)}))
+        assert set(pruned(run).values()) == {0}, "without a checkpoint nothing is deleted"
+        kept = pruned(run, "--queue-checkpoint", str(folder))
         assert kept == {p: min(place.offset for place in places[6:] if place.partition == p) for p in range(PARTITIONS)}
         assert all(kept[place.partition] > place.offset for place in places[:6])
         assert len(reader.fetch(places[6:])) == 6

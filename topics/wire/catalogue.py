@@ -277,7 +277,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}
-PRUNED = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
+PRUNED = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls", "samples")
 """Topics from which `rollstream prune` deletes records, in that order: a run is consistent after each."""
 
 

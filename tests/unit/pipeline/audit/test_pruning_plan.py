@@ -17,7 +17,10 @@ from rollstream.pipeline.audit.pruning_plan import (
     GIVEN_UP_MS,
     NO_FILLER,
     NO_LABELER,
+    NO_QUEUE,
+    QUEUE,
     RECOVERY,
+    SAMPLES,
     SESSIONS,
     WINDOW,
     CommittedTask,
@@ -388,6 +391,16 @@ def test_calls_are_kept_from_the_first_group_that_is_not_over_or_as_new_as_the_w
     assert stops(planned(with_calls(*over, batches=0)))[CALLS] == (0, WINDOW)
     archived = {"archive": {(CALLS, 0): 10}}
     assert stops(planned(with_calls(*over, groups=archived)))[CALLS] == (10, "group archive")
+
+
+def test_samples_are_kept_from_what_the_named_checkpoint_of_the_queue_needs() -> None:
+    there = one_partition()
+    positions = replace(there, begins={**there.begins, (SAMPLES, 0): 3})
+    assert stops(planned(positions))[SAMPLES] == (3, NO_QUEUE)
+    named = replace(positions, samples_needed={0: 40})
+    assert stops(planned(named))[SAMPLES] == (40, QUEUE)
+    archived = replace(named, groups={"archive": {(SAMPLES, 0): 10}})
+    assert stops(planned(archived))[SAMPLES] == (10, "group archive")
 
 
 def session_event(kind: str, member: int, group: str = "g") -> SessionEvent:
