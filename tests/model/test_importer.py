@@ -139,7 +139,7 @@ def test_chats_are_imported_once_and_a_bad_line_is_named_by_its_number(real_run:
     """The examples and the settings of docs/losses.md."""
     part = section(page("losses"), "Your own examples")
     chats = real_run.directory / "chats.jsonl"
-    lines = blocks(part, "jsonl")[0].splitlines()
+    lines = blocks(part, "text")[0].splitlines()
     chats.write_text("\n".join([*lines, '{"messages": [', ""]))
     real_run.grouping = GroupingConfig(**tomllib.loads(blocks(part, "toml")[0])["grouping"])
     real_run.prepare()
@@ -150,9 +150,10 @@ def test_chats_are_imported_once_and_a_bad_line_is_named_by_its_number(real_run:
     assert "not JSON" in refused["reason"]
     assert imported(real_run, str(chats), code=1)["total"]["written"] == 0
     rollouts = [record for record in real_run.read("rollouts") if isinstance(record, Rollout)]
-    assert len(rollouts) == len(lines)
+    assert len(rollouts) == len(lines) + 1, "a pair is two rollouts"
+    examples = sorted(rollout.uid for rollout in rollouts if rollout.reward)
 
     real_run.start("group")
-    eventually(lambda: sorted(_trained_on(real_run)) == sorted(r.uid for r in rollouts), 60, "each is in a batch")
+    eventually(lambda: sorted(_trained_on(real_run)) == examples, 60, "each example is in a batch")
     book = ledger(real_run.kafka, real_run.name)
     assert book.balanced, book.problems

@@ -384,6 +384,19 @@ def test_a_replay_makes_batches_for_supervised_training_of_the_best_of_each_grou
     assert {value for batch in batches for value in batch.advantages.tolist()} == {1.0}
 
 
+def test_a_replay_makes_pairs_of_the_best_and_the_worst_of_each_group(planted: Planted) -> None:
+    into = "planted-pairs"
+    answer(planted, "replay", "--set", "grouping.estimator=best_worst", "--set", "grouping.maker=pairs", "--into", into)
+    batches = [read.batch for read in indexed_batches(planted.run.kafka, into)]
+    assert batches
+    for batch in batches:
+        assert batch.group_index.tolist() == [row // 2 for row in range(len(batch))], "two of each group, side by side"
+        signs = [float(batch.advantages[int(begin)]) for begin in batch.splits[:-1]]
+        for first in range(0, len(batch), 2):
+            rewards = dict(zip(signs[first : first + 2], batch.rewards[first : first + 2].tolist(), strict=True))
+            assert rewards[1.0] > rewards[-1.0]
+
+
 def test_a_replay_leaves_the_policy_versions_of_a_run_that_has_some(planted: Planted) -> None:
     """A fork that trains has steps and versions, but no batches of its own."""
     fork = planted.run.beside("fork").prepare()
