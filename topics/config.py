@@ -142,6 +142,10 @@ class TopicsConfig:
     """Replicas of each partition of a new topic, such as 3 with three brokers; -1: as many as the brokers choose."""
     min_insync_replicas: int = 1
     """min.insync.replicas of every topic, at most replication_factor, such as 2 with three replicas."""
+    local_retention_s: float = 0.0
+    """Seconds for which brokers with tiered storage (remote.log.storage.system.enable) keep records of topics that are
+    not compacted on their own disks, such as 86400 for a day; older segments are in the remote storage alone. 0: all
+    records stay on the brokers' disks."""
     principal: str = "User:{run}-{role}"
     """Principals of the run's users in `topics acls`, as brokers name them. {run} stands for the run, and {role} for a
     role, topics, audit or operate. Without {role}, all of them share one principal with the permissions of all."""
@@ -160,6 +164,10 @@ class TopicsConfig:
             raise ConfigurationError(
                 f"topics.prefix_rules grants every user of the run everything, but topics.principal is "
                 f"{self.principal!r}, a user for each role; name one for all, such as User:{{run}}"
+            )
+        if self.local_retention_s < 0:
+            raise ConfigurationError(
+                f"topics.local_retention_s is {self.local_retention_s:g}; give the seconds, or 0 for no tiered storage"
             )
         # With -1, brokers choose the number of replicas.
         if self.min_insync_replicas > self.replication_factor != -1:

@@ -56,6 +56,10 @@ class TopicSpec:
             "min.compaction.lag.ms": str(self.compaction_lag_ms),
         }
         settings = dict(_KEEP) if self.cleanup == "none" else compacted
+        if self.cleanup == "none" and config.local_retention_s:
+            age_ms = str(round(config.local_retention_s * 1000))
+            # A segment is copied once the next one has begun.
+            settings |= {"remote.storage.enable": "true", "local.retention.ms": age_ms, "segment.ms": age_ms}
         settings["max.message.bytes"] = str(kafka.max_record_bytes)
         settings["min.insync.replicas"] = str(config.min_insync_replicas)
         if self.append_time:

@@ -4,6 +4,7 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.wire.catalogue import CATALOGUE
 
 
 @pytest.mark.parametrize(("replicas", "in_sync"), [(1, 2), (2, 3), (3, 4)])
@@ -17,6 +18,17 @@ def test_more_replicas_in_sync_than_there_are_is_refused(replicas: int, in_sync:
 def test_as_many_replicas_in_sync_as_there_may_be_are_accepted(replicas: int, in_sync: int) -> None:
     config = TopicsConfig(replication_factor=replicas, min_insync_replicas=in_sync)
     assert (config.replication_factor, config.min_insync_replicas) == (replicas, in_sync)
+
+
+def test_tiered_storage_is_for_topics_that_keep_everything() -> None:
+    config = TopicsConfig(local_retention_s=90)
+    tiered = {"remote.storage.enable": "true", "local.retention.ms": "90000", "segment.ms": "90000"}
+    for spec in CATALOGUE:
+        before, settings = (spec.settings(each, KafkaConfig()) for each in (TopicsConfig(), config))
+        assert settings == (before if spec.cleanup == "compact" else before | tiered)
+        assert not before.keys() & {"remote.storage.enable", "local.retention.ms"}
+    with pytest.raises(ConfigurationError, match=r"local_retention_s is -1; give the seconds, or 0"):
+        TopicsConfig(local_retention_s=-1)
 
 
 @pytest.mark.parametrize(
