@@ -1,5 +1,5 @@
 from .batch_reader import BatchFetcher, BatchReader, IndexReader, ReadBatch
-from .step_writer import StepWriter, publish_version
+from .trainers.step_writer import StepWriter, publish_version
 from .weights.follower import WeightsFollower
 from .weights.state_manager import LocalStateManager, StateManager
 

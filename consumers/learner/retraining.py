@@ -20,7 +20,7 @@ from rollstream.consumers.learner.startup import Example, begin, load_reference,
 from rollstream.consumers.learner.training.snapshot import device_checksum, snapshot
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
 from rollstream.consumers.learner.user_objectives import code_of
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import LearnerStep

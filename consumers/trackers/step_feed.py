@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
+from rollstream.consumers.archive.log_source import LogSource
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
-from rollstream.consumers.log_source import LogSource
 from rollstream.consumers.trackers.tracker import RolloutTrace, TrackedStep
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, TopicError

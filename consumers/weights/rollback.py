@@ -11,13 +11,13 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import NamedTuple
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.chains import ChainBroken, links, load_version, needed, with_bases
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, place_of
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import ROLLBACK_OF, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError

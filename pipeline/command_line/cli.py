@@ -12,11 +12,11 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollstream.pipeline.command_line import interruption
 from rollstream.pipeline.command_line.command_parser import Parser, add_command
 from rollstream.pipeline.command_line.commands import COMMANDS, GROUPS, SECTIONS
 from rollstream.pipeline.command_line.text_tables import printable
-from rollstream.pipeline.run.role_process import watch_lifeline
+from rollstream.pipeline.process import interruption
+from rollstream.pipeline.process.role_process import watch_lifeline
 from rollstream.topics.errors import RollstreamError
 
 _BROKEN_PIPE = 128 + 13

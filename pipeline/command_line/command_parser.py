@@ -171,7 +171,7 @@ def set_handler(
 
                 stack.callback(start(config.traces, config.run, process))
             if config.service.port:
-                from rollstream.pipeline.run.service import ServiceServer
+                from rollstream.pipeline.process.service import ServiceServer
 
                 server = ServiceServer(config.service, run=config.run, role=args.command, process=process)
                 stack.enter_context(server)

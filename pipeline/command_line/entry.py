@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from rollstream.pipeline.command_line import interruption
+from rollstream.pipeline.process import interruption
 
 
 def main() -> None:
@@ -11,7 +11,7 @@ def main() -> None:
     try:
         interruption.take_over()
         from rollstream.pipeline.command_line.cli import main as run
-        from rollstream.pipeline.run.orphans import leave_exit_code
+        from rollstream.pipeline.process.orphans import leave_exit_code
 
         code = run()
         leave_exit_code(code)

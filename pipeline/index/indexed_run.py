@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
-from rollstream.consumers.log_source import PLACES, LogSource, TopicSource
+from rollstream.consumers.archive.log_source import PLACES, LogSource, TopicSource
 from rollstream.pipeline.audit.configuration_history import ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
 from rollstream.pipeline.command_line.progress_bar import progress

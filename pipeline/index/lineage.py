@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollstream.pipeline.command_line.plain_values import decoded, time_text
 from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.index.fates import SETTLED
 from rollstream.pipeline.index.indexed_run import Fate, IndexedRun, RolloutPlace, StepUse
-from rollstream.pipeline.plain_values import decoded, time_text
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.records.fates import BATCHED, DROPPED

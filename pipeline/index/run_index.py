@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
+from rollstream.consumers.archive.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
 from rollstream.pipeline.index import schema, sqlite_files

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.consumers.log_source import PLACES, ROLLOUTS, LogSource
+from rollstream.consumers.archive.log_source import PLACES, ROLLOUTS, LogSource
 from rollstream.pipeline.command_line.progress_bar import ProgressCallback
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import schema, sqlite_files

@@ -28,6 +28,7 @@ from rollstream.pipeline.launch.demo_engine import add_flags, engine_use, with_e
 from rollstream.pipeline.launch.demo_faults import Fault, FaultInjector, plan_faults
 from rollstream.pipeline.launch.demo_report import DemoReport, HeldOutScore
 from rollstream.pipeline.launch.held_out_evaluation import evaluate
+from rollstream.pipeline.process.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
 from rollstream.pipeline.run.display import Display
@@ -35,7 +36,6 @@ from rollstream.pipeline.run.jax_runtime import require_jax
 from rollstream.pipeline.run.learner_start import check_lengths, demonstrated
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import ServicePorts
-from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.tools import topics

@@ -19,6 +19,7 @@ from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control.steering import answer, put_back
 from rollstream.pipeline.deployment.description import ENV, GROUP, LEARN
+from rollstream.pipeline.process.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
@@ -29,7 +30,6 @@ from rollstream.pipeline.run.learner_start import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan, ServicePorts
 from rollstream.pipeline.run.process_registry import ProcessRegistry
-from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.run_lease import RunLease
 from rollstream.pipeline.run.stall_watch import StallWatch

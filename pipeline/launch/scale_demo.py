@@ -13,7 +13,7 @@ from typing import Any
 
 from rollstream.consumers.grouping.config import AutoscaleConfig
 from rollstream.consumers.grouping.process.mark_writer import drain
-from rollstream.consumers.step_writer import publish_version
+from rollstream.consumers.trainers.step_writer import publish_version
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig
@@ -22,12 +22,12 @@ from rollstream.pipeline.deployment.scaling import bounds
 from rollstream.pipeline.launch.scale_report import ScaleReport
 from rollstream.pipeline.launch.scale_series import ScalePoint, ScaleSeries, append_times, coverage, handovers, readings
 from rollstream.pipeline.launch.synthetic_load import SyntheticWorkers, duration_s
+from rollstream.pipeline.process.role_process import Interrupted, Interrupts
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.plan import ServicePorts
-from rollstream.pipeline.run.role_process import Interrupted, Interrupts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.tools.top import sparkline
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded

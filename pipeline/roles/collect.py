@@ -9,8 +9,8 @@ import time
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
 from rollstream.topics.control.steering import SteeringFollower
 from rollstream.topics.errors import ConfigurationError

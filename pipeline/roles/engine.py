@@ -25,9 +25,9 @@ from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.roles.infer import wait_for_version
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.tools.export import export_newest
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.heartbeats import beat

@@ -12,8 +12,8 @@ from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
+from rollstream.pipeline.process.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.run.run_environments import environments_of, played_by
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.metrics_publisher import MetricsPublisher

@@ -6,8 +6,8 @@ import asyncio
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.producers.worker.evaluator import run_evaluator
 from rollstream.topics.errors import ConfigurationError

@@ -7,8 +7,8 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_ready, stop_on_signals
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.metrics.values import VALUES

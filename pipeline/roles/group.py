@@ -8,8 +8,8 @@ from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
 COLLECT_AFTER = (50_000, 50, 1000)

@@ -20,9 +20,9 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.pipeline.run.jax_runtime import prepare_jax
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.inference.chat.selection import chat_template
 from rollstream.producers.inference.chat.template import ChatTemplate
 from rollstream.producers.inference.decoding import DecodeRow

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import TERMINATED, announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.pipeline.run.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.learner_start import check_lengths, warm_start_examples
-from rollstream.pipeline.run.role_process import TERMINATED, announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.topics.closing import Closing
 

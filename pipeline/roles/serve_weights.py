@@ -8,8 +8,8 @@ from pathlib import Path
 from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.metrics_publisher import MetricsPublisher
 
 

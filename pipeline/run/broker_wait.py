@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from rollstream.pipeline.run.role_process import PHASE, READY_VARIABLE, announce_progress
+from rollstream.pipeline.process.role_process import PHASE, READY_VARIABLE, announce_progress
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import clients

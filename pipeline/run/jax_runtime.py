@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollstream.pipeline.command_line import interruption
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process import interruption
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"

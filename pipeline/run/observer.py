@@ -16,8 +16,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rollstream.consumers.archive.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
-from rollstream.consumers.log_source import OBSERVED, ROLLOUTS, LogSource, TopicSource
 from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.diagnoses import STEP_PATIENCE_S, FlatEnvironments, Stall, stalled_stage
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rollstream.infra.broker.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
-from rollstream.pipeline.run.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
+from rollstream.pipeline.process.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
 from rollstream.pipeline.run.supervised_role import AdoptedProcess
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollstream.infra.broker.process_identity import ProcessIdentity, identify
 from rollstream.pipeline.command_line.text_tables import utc_time
-from rollstream.pipeline.run.role_process import ORPHAN_GRACE_S
+from rollstream.pipeline.process.role_process import ORPHAN_GRACE_S
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import write

@@ -21,11 +21,9 @@ from types import TracebackType
 from typing import Self
 
 from rollstream.infra.broker.process_identity import await_end
-from rollstream.pipeline.command_line import interruption
-from rollstream.pipeline.run.diagnoses import CrashLoop
-from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
-from rollstream.pipeline.run.process_registry import ProcessRegistry
-from rollstream.pipeline.run.role_process import (
+from rollstream.pipeline.process import interruption
+from rollstream.pipeline.process.orphans import REGISTRY_VARIABLE
+from rollstream.pipeline.process.role_process import (
     HURRY_S,
     LIFELINE_VARIABLE,
     LISTEN_VARIABLE,
@@ -34,6 +32,8 @@ from rollstream.pipeline.run.role_process import (
     Interrupts,
     in_a_hurry,
 )
+from rollstream.pipeline.run.diagnoses import CrashLoop
+from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.supervised_role import (
     AdoptedProcess,
     RoleSpec,

@@ -16,9 +16,9 @@ from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files
 from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.plain_values import tell
 from rollstream.pipeline.command_line.text_tables import bytes_text, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import tell
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.files.stores import Store, open_store

@@ -27,9 +27,9 @@ from rollstream.pipeline.audit.attestation.statement import (
 )
 from rollstream.pipeline.audit.attestation.trees import digest_of
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.files.stores import open_store

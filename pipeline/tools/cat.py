@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients

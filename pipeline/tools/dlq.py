@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.config import KafkaConfig

@@ -5,7 +5,7 @@ import asyncio
 
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.role_process import run_until_stopped
+from rollstream.pipeline.process.role_process import run_until_stopped
 from rollstream.pipeline.run.run_environments import NAME_HELP, environment_named
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment
 from rollstream.producers.tasks.environment_server import EnvironmentServer

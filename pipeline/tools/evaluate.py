@@ -3,9 +3,9 @@
 import argparse
 
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import steering
-from rollstream.pipeline.plain_values import compact
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from rollstream.consumers.grouping.config import EXCLUSIONS, GroupingConfig
 from rollstream.pipeline.audit.topic_reading import read_batches, read_journal
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, decoded, tell
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.command_line.text_tables import command_text, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.fates import IN_FLIGHT, SETTLED, UNREAD
 from rollstream.pipeline.index.indexed_run import IndexedRun, fates_in, indexed_run, oldest_snapshot
-from rollstream.pipeline.plain_values import compact, decoded, tell
 from rollstream.pipeline.tools.exclusion_marks import (
     Exclusion,
     check_environments,

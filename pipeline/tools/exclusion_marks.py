@@ -14,7 +14,7 @@ from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import requested_skips
 from rollstream.pipeline.audit.topic_reading import committed_positions, committed_tasks
-from rollstream.pipeline.plain_values import decoded
+from rollstream.pipeline.command_line.plain_values import decoded
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from rollstream.topics.kafka import topic_admin

@@ -25,8 +25,8 @@ from rollstream.consumers.weights.content import ChunksGone, ChunksLate, Weights
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact
 from rollstream.pipeline.tools.published_versions import fetching, read_whole
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients

@@ -18,7 +18,7 @@ from pathlib import Path
 from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
 from rollstream.pipeline.command_line.text_tables import command_text
 from rollstream.pipeline.config import RunConfig

@@ -11,9 +11,9 @@ from typing import Any
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact
 from rollstream.topics.kafka import clients
 
 _COUNTS = ("groups", "open_groups", "open_rollouts")

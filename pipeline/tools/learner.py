@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from rollstream.consumers.step_log import all_steps, read_publications
+from rollstream.consumers.weights.step_log import all_steps, read_publications
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.config import KafkaConfig

@@ -14,9 +14,9 @@ from typing import Any
 from rollstream.pipeline.audit.ledger import LiveLedger, ledger
 from rollstream.pipeline.audit.texts import ledger_text
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.command_line.text_tables import clipped, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact
 
 _NAME_WIDTH = 48
 """Width of an environment's name in a table that must fit 80 columns."""

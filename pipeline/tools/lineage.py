@@ -3,6 +3,7 @@
 import argparse
 
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, indexed_run
 from rollstream.pipeline.index.lineage import (
@@ -14,7 +15,6 @@ from rollstream.pipeline.index.lineage import (
     rollout_places,
     step_lineage,
 )
-from rollstream.pipeline.plain_values import compact, tell
 from rollstream.topics.errors import TopicError
 
 

@@ -18,13 +18,13 @@ from typing import Any
 from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.step_log import all_steps
 from rollstream.consumers.trainers.sample_log import checkpoint_ends, needed_from
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import place_of
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
 from rollstream.consumers.weights.manifests import committed_manifests, read_policies
+from rollstream.consumers.weights.step_log import all_steps
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
     CALLS,
@@ -50,10 +50,10 @@ from rollstream.pipeline.audit.pruning_plan import (
 from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
 from rollstream.pipeline.audit.topic_reading import read_journal, valid_records
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, time_text
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
-from rollstream.pipeline.plain_values import compact, time_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import FORKED, RETIRED, read_named
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused

@@ -16,8 +16,8 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_retention import listed_files
 from rollstream.consumers.weights.manifests import Manifests, read_policies, shortened
 from rollstream.consumers.weights.rollback import RollbackNote, note_of
+from rollstream.pipeline.command_line.plain_values import tell
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import tell
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers

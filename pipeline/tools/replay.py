@@ -29,10 +29,10 @@ from rollstream.pipeline.audit.refold import (
 )
 from rollstream.pipeline.audit.topic_reading import read_batches
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.command_line.progress_bar import ProgressCallback, progress
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig, settings_with_origins
-from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.run.batch_run import BatchWriter, TimedEntry, prepare, write_index
 from rollstream.pipeline.tools.cat import milliseconds
 from rollstream.topics.config import KafkaConfig, TopicsConfig

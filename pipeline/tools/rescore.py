@@ -13,14 +13,14 @@ from itertools import groupby
 from typing import Any
 
 from rollstream.consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
-from rollstream.consumers.step_log import all_steps
 from rollstream.consumers.weights.manifests import none_whole, read_policies
+from rollstream.consumers.weights.step_log import all_steps
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.command_line.text_tables import command_text, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, tell
 from rollstream.pipeline.rescoring.consequences import LearnerConsequences, consequences, errors_of, taken_until
 from rollstream.pipeline.rescoring.corrected_fold import (
     CorrectedPartition,

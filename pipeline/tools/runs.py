@@ -5,9 +5,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import time_text
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import time_text
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.topic_admin import offsets

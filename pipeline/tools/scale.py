@@ -3,10 +3,10 @@
 import argparse
 
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import steering
-from rollstream.pipeline.plain_values import compact
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 

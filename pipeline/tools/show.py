@@ -13,11 +13,11 @@ from typing import Any
 
 from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
 from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place, rollout_places
-from rollstream.pipeline.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.run_settings import settings_of
 from rollstream.producers.inference.replay_arrays import is_known
 from rollstream.topics.errors import ConfigurationError, RecordError, TopicError

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rollstream.consumers.log_source import ArchiveSource, LogSource, TopicSource
+from rollstream.consumers.archive.log_source import ArchiveSource, LogSource, TopicSource
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler, wait_seconds
+from rollstream.pipeline.command_line.plain_values import tell
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import tell
+from rollstream.pipeline.process.role_process import announce_ready, stop_on_signals
 from rollstream.pipeline.run.broker_wait import wait_for_broker
-from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.stores import open_store
 from rollstream.topics.heartbeats import beat

@@ -15,9 +15,9 @@ from typing import Any
 from rollstream.consumers.archive.sql import VIEWS, QueryResult, queried_type, query, times_of
 from rollstream.consumers.archive.tables import SCHEMAS
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.stores import open_store

@@ -15,11 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rollstream.pipeline.command_line import interruption
 from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, tell
+from rollstream.pipeline.process import interruption
 from rollstream.pipeline.run.component_metrics import component_lines
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot

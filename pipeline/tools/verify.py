@@ -10,9 +10,9 @@ import random
 from rollstream.pipeline.audit.texts import verification_text
 from rollstream.pipeline.audit.verification import index_of, verify
 from rollstream.pipeline.command_line.command_parser import positive_count, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, tell
 from rollstream.pipeline.command_line.progress_bar import progress
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError
 
 

@@ -19,9 +19,9 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.consumers.weights.rollback import RollbackNote, roll_back
 from rollstream.pipeline.command_line.command_parser import add_command, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, plain, tell, time_text
 from rollstream.pipeline.command_line.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, plain, tell, time_text
 from rollstream.pipeline.tools import export
 from rollstream.pipeline.tools.published_versions import (
     GONE,

@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.consumers.archive.manifest import runs_of
 from rollstream.pipeline.command_line.command_parser import Setting, config_of, set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.pipeline.process.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
 from rollstream.topics.errors import ConfigurationError

@@ -21,7 +21,7 @@ from .consumers.grouping.testing import GroupingTestDriver, example_rollout
 from .consumers.learner.objective import LossRecipe, OptimizerConfig, TokenArrays, TokenLoss
 from .consumers.learner.testing import check_loss
 from .consumers.models.huggingface import checkpoint_model
-from .consumers.step_writer import StepWriter, publish_version
+from .consumers.trainers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateFollower, StateManager
 from .pipeline.config import RunConfig

@@ -18,11 +18,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.follower import VersionSource
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import PolicyManifest

@@ -12,10 +12,10 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
 from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.parameters import is_adapter
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.kafka import provisioning
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun

@@ -10,7 +10,7 @@ import pytest
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
-from rollstream.pipeline.run.role_process import TERMINATED
+from rollstream.pipeline.process.role_process import TERMINATED
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.wire.codec import decode
 from rollstream.topics.wire.trajectory_arrays import from_record

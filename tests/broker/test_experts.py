@@ -6,8 +6,8 @@ import pytest
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import decoder_config
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Rollout

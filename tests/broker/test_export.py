@@ -14,9 +14,9 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.wire.params_digest import params_digest
 from tests.support.checkpoints import LARGE, random_parameters

@@ -19,8 +19,8 @@ from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.consumers.learner.input.followed_topics import Exclusions
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.ui.server.session_list import read_sessions
 from rollstream.producers.flow.policy_versions import PolicyFollower

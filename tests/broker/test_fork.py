@@ -11,8 +11,8 @@ import pytest
 
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.learner.checkpoint_paths import META
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.flow.mixture_states import MIXTURE, newest_states

@@ -21,9 +21,9 @@ import pytest
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.producers.inference.answers import samples_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import provisioning

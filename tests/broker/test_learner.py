@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from confluent_kafka import TopicPartition
 
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.infra.broker.ports import free_port
 from rollstream.pipeline.command_line.cli import COMMANDS, build_parser
-from rollstream.pipeline.run.role_process import TERMINATED
+from rollstream.pipeline.process.role_process import TERMINATED
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep, TrainingBatch

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.infra.broker.ports import free_port
-from rollstream.pipeline.run.role_process import TERMINATED
+from rollstream.pipeline.process.role_process import TERMINATED
 from rollstream.topics.records import LearnerStep
 from rollstream.topics.wire.params_digest import params_checksum
 from tests.broker.test_learner import SETTINGS

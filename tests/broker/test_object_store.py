@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from tests.support.object_store import object_store
 from tests.support.paths import ROOT
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches

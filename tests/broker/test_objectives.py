@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.kafka import provisioning
 from tests.support.batches import random_batch, send_batches
 from tests.support.recipe import write_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.consumers.weights.rollback import note_of
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import ExcludedBatch

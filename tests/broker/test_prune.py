@@ -11,7 +11,7 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.pruning_plan import Deletion, plan
 from rollstream.pipeline.audit.verification import index_of, verify

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.config import load
 from rollstream.producers.tasks import create_task
 from rollstream.topics.records import Rollout

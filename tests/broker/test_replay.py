@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import LearnerStep
 from rollstream.topics.records.learner import rows_of, trained_rows

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.settings import file_layers
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import FORKED, read_named

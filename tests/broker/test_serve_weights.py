@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint, ServedVersions
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.fleet import EngineFleet, VersionAnnouncer
-from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.trainers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.files.atomic_files import StoreError
 from rollstream.topics.records import Metrics, PolicyManifest

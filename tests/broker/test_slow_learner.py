@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Metrics

@@ -10,8 +10,8 @@ import pytest
 from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.pipeline.config import RunConfig, ServiceConfig
 from rollstream.pipeline.deployment.start_order import await_start
-from rollstream.pipeline.run.role_process import RolePhase
-from rollstream.pipeline.run.service import ServiceServer
+from rollstream.pipeline.process.role_process import RolePhase
+from rollstream.pipeline.process.service import ServiceServer
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.metrics.values import MetricValues

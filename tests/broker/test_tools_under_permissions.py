@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.pipeline.control import steering
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Metrics

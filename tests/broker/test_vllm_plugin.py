@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.trainers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from tests.model.test_vllm_plugin import CHANGING, parameters
 from tests.support.damaged_weights import damaged_delta

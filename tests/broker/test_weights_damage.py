@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
-from rollstream.pipeline.run.role_process import TERMINATED
+from rollstream.pipeline.process.role_process import TERMINATED
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig

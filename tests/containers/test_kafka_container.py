@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader
-from rollstream.consumers.step_writer import publish_version
+from rollstream.consumers.trainers.step_writer import publish_version
 from rollstream.consumers.weights.state_manager import StateManager
 from rollstream.infra.broker.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig

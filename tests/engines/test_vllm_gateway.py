@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from rollstream.consumers.models.huggingface import load_config
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.gateway.call_forms import parse_request, server_request
 from rollstream.producers.inference.requests import ENGINE_NEUTRAL, SampleRequest, engine_request

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.parameters import ADAPTER_A, adapter_shapes
-from rollstream.consumers.step_log import read_steps
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.inference.client import Completion, CompletionsClient

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.models.huggingface import load_config
-from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.trainers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.producers.inference.client import Completion

@@ -13,7 +13,7 @@ from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineHttp, VllmEngine
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import PolicyManifest

@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.producers.flow.policy_versions import PolicyVersions
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.client import CompletionsClient

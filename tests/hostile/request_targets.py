@@ -10,7 +10,7 @@ from typing import Any
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.pipeline.config import ServiceConfig
-from rollstream.pipeline.run.service import ServiceServer
+from rollstream.pipeline.process.service import ServiceServer
 from rollstream.pipeline.ui.server import parameters
 from rollstream.pipeline.ui.server.access import host_of
 from rollstream.pipeline.ui.server.answers import UnusableParameter

@@ -46,9 +46,14 @@ ROOMS = {
     "topics": ("", "records", "wire", "files", "kafka", "control", "metrics", "traces"),
     "producers": ("", "environments", "tasks", "episodes", "flow", "inference", "trajectories", "gateway", "worker"),
     "pipeline": (
-        *("", "deployment", "control", "audit", "doctor", "run", "rescoring", "index", "report", "tools", "ui"),
-        *("roles", "launch"),
+        *("", "process", "command_line", "deployment", "control", "audit", "doctor", "run", "rescoring", "index"),
+        *("report", "tools", "ui", "roles", "launch"),
     ),
+    "consumers": (
+        *("", "files", "archive", "weights", "trainers", "models", "labeling", "buffers", "trackers", "learner"),
+        "serving",
+    ),
+    "infra": ("config", "broker", ""),
     "consumers.learner": (
         *("objective", "checkpoint_paths", "config", "user_objectives", "pretrained", "reproducibility", "parallel"),
         *("training", "records", "input", "startup", "learner", "retraining"),

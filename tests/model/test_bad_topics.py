@@ -10,8 +10,8 @@ from rollstream.consumers.batch_reader import BatchReader, IndexReader
 from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.consumers.learner.input.batch_selection import index_between
 from rollstream.consumers.learner.input.followed_topics import Exclusions
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.producers.flow.policy_versions import PolicyFollower
 from rollstream.producers.flow.tailers import JournalTailer

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaException
 from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.verification import index_of
 from rollstream.pipeline.tools.learner import retire
 from rollstream.pipeline.tools.prune import read_positions

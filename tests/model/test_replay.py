@@ -3,7 +3,7 @@
 from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import BatchUse
 from tests.support.runs import RealRun

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from confluent_kafka import TopicPartition
 
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.step_log import read_steps
 from rollstream.pipeline.rescoring.consequences import errors_of
 from rollstream.pipeline.rescoring.corrected_fold import CorrectionJob, correct_partition
 from rollstream.pipeline.rescoring.rescorer import rescore, rescored, rescoring_of

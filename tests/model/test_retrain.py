@@ -8,7 +8,7 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.learner.input.batch_selection import batches_of
 from rollstream.consumers.learner.input.followed_topics import PublisherSteps
-from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.records import BatchUse, LearnerStep

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.chains import SpooledVersion, SpoolFailed
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.params_digest import params_digest
 from tests.model.test_weights_deltas import params, publish, publisher

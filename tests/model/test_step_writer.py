@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
-from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.trainers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.rollback import roll_back
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.flow.tailers import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, Lapsed, RecordTooLarge, StateRefused

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.serving.vllm_plugin import requested_versions
 from rollstream.consumers.serving.vllm_plugin.requested_versions import RequestedVersions, VersionNotHeld
-from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.trainers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.wire.params_digest import params_digest

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from confluent_kafka import OFFSET_END, TopicPartition
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ChunksGone, compress
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.errors import (
     ConfigurationError,
     DeadlineExceeded,

@@ -15,7 +15,6 @@ import pytest
 from rollstream.consumers.learner.checkpoint_paths import LearnerPosition
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -23,6 +22,7 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.rollback import roll_back
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import indexed_run
 from rollstream.topics.kafka import topic_admin

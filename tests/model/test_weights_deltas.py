@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -13,6 +12,7 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.state_manager import StateManager
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.keys import decode_key

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import VersionSource, WeightsFollower, WholeVersion
 from rollstream.consumers.weights.manifests import read_manifests

@@ -8,11 +8,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import LeadBarrier, ShardMember, ShardMissing
 from rollstream.consumers.weights.shards import Offer, Plan
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.wire.params_digest import params_digest
 from tests.broker.test_weights_shards import LONG_S, followed, live, named

@@ -18,12 +18,12 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import merged
 from rollstream.consumers.models.config import LoraConfig
-from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions

@@ -16,7 +16,7 @@ import pytest
 
 from rollstream.pipeline.audit import verification
 from rollstream.pipeline.command_line import cli
-from rollstream.pipeline.run import role_process
+from rollstream.pipeline.process import role_process
 from rollstream.pipeline.tools import replay, rescore
 from rollstream.topics import logs
 from tests.simulation.cluster import Cluster

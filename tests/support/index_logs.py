@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollstream.consumers.log_source import ROLLOUTS, LogSource, Positions
+from rollstream.consumers.archive.log_source import ROLLOUTS, LogSource, Positions
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun
 from rollstream.pipeline.index.writer import IndexWriter

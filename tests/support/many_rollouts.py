@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from rollstream import BatchReader, StepWriter
+from rollstream.consumers.archive.log_source import ROLLOUTS
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.log_source import ROLLOUTS
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
 from tests.support.index_logs import GROUP, MadeRun

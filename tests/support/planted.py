@@ -12,7 +12,7 @@ import numpy as np
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger
-from rollstream.pipeline.plain_values import decoded
+from rollstream.pipeline.command_line.plain_values import decoded
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import (
     BatchUse,

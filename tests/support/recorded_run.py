@@ -10,7 +10,7 @@ from rollstream.consumers.batch_reader import BatchReader
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.process import LabelingProcess
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.topics.records import ModelCall, SessionEvent
 from rollstream.topics.wire.codec import decode, encode
 from rollstream.topics.wire.keys import encode_key

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel, MemberBarrier, ShardMember
 from rollstream.consumers.weights.shards import owners
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.wire.catalogue import topic_name
 from tests.support.channels import DirectoryChannel

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_publisher import FileWriter
+from rollstream.consumers.weights.step_log import StepLog
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.wire.catalogue import topic_name

@@ -19,11 +19,11 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.served_metrics import serve
 from rollstream.consumers.learner.user_objectives import code_of
-from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays, converted
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
+from rollstream.consumers.weights.step_log import StepLog, read_steps
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import FORKED, read_named

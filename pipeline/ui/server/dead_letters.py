@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rollstream.pipeline.command_line.plain_values import compact, decoded, plain
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.plain_values import compact, decoded, plain
 from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.ui.server.answers import UnusableParameter
 from rollstream.topics.config import KafkaConfig

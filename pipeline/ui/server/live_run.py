@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from rollstream.consumers.log_source import OBSERVED, ArchiveSource
+from rollstream.consumers.archive.log_source import OBSERVED, ArchiveSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot

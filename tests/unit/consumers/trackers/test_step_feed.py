@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rollstream.consumers.log_source import ArchiveSource
+from rollstream.consumers.archive.log_source import ArchiveSource
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.topics.files.stores import open_store
 from tests.support.archived_run import LEARNER, ROWS, archive_run, rollout_of, step_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.consumers.weights.follower import VersionSource
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.records import PolicyManifest

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.pipeline.run.orphans import read
+from rollstream.pipeline.process.orphans import read
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.supervised_role import NO_EXIT_CODE, RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
@@ -23,8 +23,8 @@ from tests.support.waiting import eventually
 ROLE = """
 import sys, time
 from pathlib import Path
-import rollstream.pipeline.run.role_process as role_process
-from rollstream.pipeline.run.orphans import leave_exit_code
+import rollstream.pipeline.process.role_process as role_process
+from rollstream.pipeline.process.orphans import leave_exit_code
 role_process.ORPHAN_GRACE_S = 0.3
 role_process.watch_lifeline()
 stop = role_process.stop_on_signals()

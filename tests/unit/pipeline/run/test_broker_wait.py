@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.process.role_process import READY_VARIABLE, RolePhase
 from rollstream.pipeline.run import broker_wait
-from rollstream.pipeline.run.role_process import READY_VARIABLE, RolePhase
 from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.config import KafkaConfig

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from rollstream.pipeline.config import load
+from rollstream.pipeline.process.role_process import READY_VARIABLE
 from rollstream.pipeline.roles import infer
 from rollstream.pipeline.run.learner_start import check_lengths
-from rollstream.pipeline.run.role_process import READY_VARIABLE
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rollstream.infra.broker.ports import free_port
-from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
+from rollstream.pipeline.process.role_process import READY_VARIABLE, announce_progress
 from rollstream.pipeline.run.supervised_role import LOG_BYTES, RoleSpec
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded, Fenced
@@ -30,15 +30,15 @@ from tests.support.waiting import eventually
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals, watch_lifeline
-import rollstream.pipeline.run.role_process
-rollstream.pipeline.run.role_process.ORPHAN_GRACE_S = 0.3
+from rollstream.pipeline.process.role_process import announce_progress, announce_ready, stop_on_signals, watch_lifeline
+import rollstream.pipeline.process.role_process
+rollstream.pipeline.process.role_process.ORPHAN_GRACE_S = 0.3
 watch_lifeline()
 """
 OBEDIENT = PRELUDE + "stop = stop_on_signals(); announce_ready(); stop.wait()"
 STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); announce_ready(); time.sleep(600)"
 SERVING = PRELUDE + (
-    "from rollstream.pipeline.run.role_process import inherited_listener\n"
+    "from rollstream.pipeline.process.role_process import inherited_listener\n"
     "listener = inherited_listener(); announce_ready()\n"
     "while True: listener.accept()[0].sendall(str(os.getpid()).encode())"
 )
@@ -465,8 +465,8 @@ def test_roles_stop_in_reverse_order_and_by_kind(supervisor: Supervisor, tmp_pat
 SUPERVISING = """
 import sys, time
 from pathlib import Path
-from rollstream.pipeline.run.role_process import Interrupts
-from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
+from rollstream.pipeline.process.role_process import Interrupts
+from rollstream.pipeline.process.role_process import READY_VARIABLE, announce_progress
 from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 interrupts = Interrupts()
@@ -580,7 +580,7 @@ def test_ctrl_c_during_the_stop_of_a_failed_run_cuts_the_stop_short_and_keeps_th
 def test_a_hangup_interrupts_unless_it_was_ignored_as_nohup_does(handler: str, code: int) -> None:
     script = f"""
 import os, signal
-from rollstream.pipeline.run.role_process import Interrupted, Interrupts
+from rollstream.pipeline.process.role_process import Interrupted, Interrupts
 signal.signal(signal.SIGHUP, signal.{handler})
 Interrupts().install()
 try:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.pipeline.command_line.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.pipeline.index.lineage import LineageNode, parse_place
-from rollstream.pipeline.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.pipeline.tools.cat import facts, milliseconds, resolve
 from rollstream.pipeline.tools.replay import AdvantageStatistics
 from rollstream.topics.errors import ConfigurationError

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 
 from rollstream.pipeline.config import ServiceConfig
-from rollstream.pipeline.run.role_process import PHASE, RolePhase
+from rollstream.pipeline.process.role_process import PHASE, RolePhase
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import HEARTBEATS, Heartbeats

@@ -3,7 +3,7 @@
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
-from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.trainers.step_writer import StepWriter
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.records import LearnerStep
 from tests.simulation.installation import World

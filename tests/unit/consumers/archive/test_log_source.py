@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.log_source import POLL_BYTES, ArchiveSource
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
-from rollstream.consumers.log_source import POLL_BYTES, ArchiveSource
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import rollout_query
 from rollstream.pipeline.index.indexed_run import RolloutPlace

@@ -23,8 +23,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollstream.infra.broker.process_identity import is_running
-from rollstream.pipeline.command_line import interruption
-from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE, await_supervisor
+from rollstream.pipeline.process import interruption
+from rollstream.pipeline.process.orphans import REGISTRY_VARIABLE, await_supervisor
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 

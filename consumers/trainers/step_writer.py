@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
-from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.step_log import StepLog, read_steps
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused

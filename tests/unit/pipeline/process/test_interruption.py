@@ -107,7 +107,7 @@ def test_a_command_ends_after_its_line_is_printed_whichever_thread_prints_it(tmp
 JOBS = """
 import sys, time
 from pathlib import Path
-from rollstream.pipeline.command_line import interruption
+from rollstream.pipeline.process import interruption
 from rollstream.pipeline.audit.process_pool import spread
 HERE = Path(__file__).parent
 

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollstream.pipeline.config import ServiceConfig, load
-from rollstream.pipeline.run.role_process import RolePhase
-from rollstream.pipeline.run.service import ServiceServer
+from rollstream.pipeline.process.role_process import RolePhase
+from rollstream.pipeline.process.service import ServiceServer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import Heartbeats
 from rollstream.topics.metrics.values import MetricValues
