@@ -34,8 +34,8 @@ def test_a_model_with_experts_is_sampled_trained_executed_again_and_exported(rea
     assert process.wait(1200) == 0, run.log_of(process)[-3000:]
     steps = read_steps(run.kafka, run.name, "default")
     assert sorted(steps) == [0, 1, 2]
-    # The mismatch of sampler and learner is rounding: both use the same experts, and the same part of the vocabulary.
-    assert abs(steps[1].metrics["mismatch_kl/mean"]) < 1e-6
+    # Sampler and learner use the same experts and the same part of the vocabulary; versions are rounded to bfloat16.
+    assert abs(steps[1].metrics["mismatch_kl/mean"]) < 1e-5
     records = (decode(message.value) for message in read_to_end(run.kafka, run.topic("rollouts")))
     rollouts = [record for record in records if isinstance(record, Rollout)]
     assert rollouts

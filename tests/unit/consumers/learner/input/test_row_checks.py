@@ -16,7 +16,8 @@ from rollstream.consumers.learner.training.packing import pack_for, sequences_of
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records import TrainingBatch
+from rollstream.topics.records import BatchTokenArray, NamedArray, TrainingBatch
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
 from tests.support.batches import random_batch
 
 CONFIG = LearnerConfig(
@@ -60,6 +61,22 @@ HOSTILE = {
     "advantage -1e30": ("advantage", last_token(-1e30, "advantages")),
     "advantage NaN": ("advantage", last_token(np.nan, "advantages")),
 }
+
+
+def test_experts_of_another_model_are_left_out_and_a_dense_model_ignores_them() -> None:
+    moe = DecoderConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    lengths = np.diff(BATCH.splits)
+
+    def named(row: int, *shape: int, dtype: str = "|u1") -> BatchTokenArray:
+        array = NamedArray.of(np.zeros((lengths[row], *shape), dtype))
+        return BatchTokenArray(name=ROUTED_EXPERTS, array=array, rows=np.array([row], "<i4"))
+
+    entries = (named(1, 2, 2), named(2, 4), named(3, 2, 3), named(4, 2, 2, dtype="<i4"), named(6, 2, 2, dtype="<u2"))
+    batch = replace(BATCH, token_arrays=entries)
+    [(skip, rows)] = unfit_rows(batch, replace(CONFIG, model=moe)).items()
+    assert (skip.code, rows) == ("experts", (3, 4))
+    assert unfit_rows(batch, replace(CONFIG, model=moe, routing_replay=False)) == {}
+    assert unfit_rows(batch, CONFIG) == {}
 
 
 @pytest.fixture(scope="module")
