@@ -88,12 +88,13 @@ class StepWriter(Closing):
         """
         self._learner = learner
         self._run, self._input_run = run, input_run or run
+        config = config or WeightsConfig()
+        # The next delta is taken from these arrays, which the trainer may change in place.
+        self._copies = config.anchor_every > 1
         with ExitStack() as stack:
             # The StepLog is opened first. It fences every earlier publisher, so the topics do not change afterwards.
             self._log = stack.enter_context(closing(StepLog(kafka, run, learner, take_over=take_over)))
-            self._publisher = stack.enter_context(
-                closing(WeightsPublisher(kafka, run, learner, model, config or WeightsConfig()))
-            )
+            self._publisher = stack.enter_context(closing(WeightsPublisher(kafka, run, learner, model, config)))
             self._recorded = read_steps(kafka, run, learner)
             last = max(self._recorded, default=0)
             self.step = last if after_step is None else after_step
@@ -123,7 +124,7 @@ class StepWriter(Closing):
         which these parameters were already published, in which case nothing is written. Raises StateRefused if that
         number belongs to other parameters, or would leave a gap.
         """
-        arrays = _arrays(params)
+        arrays = _arrays(params, self._copies)
         manifest = None if version is None else self._publisher.manifest(version)
         if manifest is not None and _is_published(manifest, self._learner, arrays, digest):
             return manifest.version
@@ -167,7 +168,7 @@ class StepWriter(Closing):
         step = self.step + 1
         uses = self._uses(reads, skipped or {})
         resumes_at = self._resumes_at(oldest_checkpoint, reads[-1].position)
-        arrays = _arrays(params)
+        arrays = _arrays(params, self._copies)
         recorded = self._recorded.get(step)
         digest = _digest(arrays, digest)
         if recorded is not None and self._is_on_record(recorded, uses, digest):
@@ -267,8 +268,10 @@ def _is_published(manifest: PolicyManifest, learner: str, arrays: Arrays | None,
     return now == (manifest.learner, manifest.kind == "external", manifest.params_digest)
 
 
-def _arrays(params: Tree | None) -> Arrays | None:
-    return None if params is None else {path: np.array(leaf) for path, leaf in flatten(params).items()}
+def _arrays(params: Tree | None, copies: bool = False) -> Arrays | None:
+    if params is None:
+        return None
+    return {path: np.array(leaf) if copies else np.asarray(leaf) for path, leaf in flatten(params).items()}
 
 
 def _digest(arrays: Arrays | None, digest: str) -> str:

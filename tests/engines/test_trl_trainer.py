@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, Rollout, TrainingBatch
 from tests.broker.test_environment_run import GAME
+from tests.engines.test_torch_trainer import kill_all
 from tests.support.checkpoints import SPECIAL_TOKENS
 from tests.support.paths import ROOT
 from tests.support.recipe import write_model
-from tests.support.runs import RealRun
+from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -29,18 +31,20 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 class Trainer:
-    """Runs the example to its end, or kills it."""
+    """Runs the example to its end, or kills it with all its processes."""
 
-    def __init__(self, run: RealRun) -> None:
-        self.run = run
+    def __init__(self, run: RealRun, two: bool = False) -> None:
+        """Start one process, or `two`."""
+        self.run, self.two = run, two
         self.checkpoints = run.directory / "checkpoints"
 
     def start(self, steps: int) -> tuple[subprocess.Popen[bytes], Path]:
         log = self.run.directory / f"trainer-{len(self.run.processes)}.log"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if self.two else []
         words = [self.run.kafka.bootstrap_servers, self.run.name, "model", str(ROWS), str(steps), str(self.checkpoints)]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [str(PYTHON), "-P", str(EXAMPLE / "train.py"), *words],
+                [str(PYTHON), "-P", *launcher, str(EXAMPLE / "train.py"), *words],
                 cwd=self.run.directory,
                 env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
                 stdout=out,
@@ -58,8 +62,7 @@ class Trainer:
 
         eventually(printed, 300, f"the trainer prints {line!r}", every_s=0.002)
         assert process.poll() is None, log.read_text()[-3000:]
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        kill_all(process)
         return log.read_text()
 
     def finishes(self, steps: int) -> str:
@@ -68,31 +71,37 @@ class Trainer:
         return log.read_text()
 
 
+def write_tiny_model(directory: Path) -> None:
+    write_model(directory / "model", **SMALL, bos_token_id=None, eos_token_id=383)
+    tokens = {"eos_token": SPECIAL_TOKENS[-1], "pad_token": SPECIAL_TOKENS[0], "tokenizer_class": "Qwen2TokenizerFast"}
+    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(tokens))
+
+
 def test_trl_is_killed_and_resumed_and_trains_on_each_batch_of_a_run_of_ours_once(run: RealRun) -> None:
     if not PYTHON.exists():
         pytest.fail("TRL is not installed: run make .venv/trl/.installed", pytrace=False)
     directory = run.directory
     (directory / "game.py").write_text(GAME, encoding="utf-8")
-    write_model(directory / "model", **SMALL, bos_token_id=None, eos_token_id=383)
-    tokens = {"eos_token": SPECIAL_TOKENS[-1], "pad_token": SPECIAL_TOKENS[0], "tokenizer_class": "Qwen2TokenizerFast"}
-    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(tokens))
+    write_tiny_model(directory)
     settings = ["--config", str(EXAMPLE / "run.toml")]
     assert run.start("topics", "apply", *settings).wait(120) == 0
     server = run.start("infer", *settings, learner__threads=1)
     run.start("group", "--ordinal", "0", *settings)
     trainer = Trainer(run)
-    trainer.is_killed(STEPS, "continues after step 0")  # Version 0 is published, and nothing is there to train on.
+    trainer.is_killed(
+        STEPS, "process 0 continues after step 0"
+    )  # Version 0 is published, and nothing is there to train on.
     url = eventually(lambda: re.search(r'"inference_listening".*?"url": "(.*?)"', run.log_of(server)), 300, "a server")
     assert url
     worker = run.start("env", "--ordinal", "0", *settings, worker__inference_urls=f'["{url[1]}"]')
 
     # Kill it as the first checkpoint begins, a step after one, and as the next one begins.
-    output = trainer.is_killed(STEPS, "step 2:")
+    output = trainer.is_killed(STEPS, "process 0, step 2")
     assert "'clip_ratio/region_mean': '0'" in output, "TRL finds the log-probabilities that our servers recorded"
-    trainer.is_killed(STEPS, "step 3:")
-    trainer.is_killed(STEPS, "step 4:")
+    trainer.is_killed(STEPS, "process 0, step 3")
+    trainer.is_killed(STEPS, "process 0, step 4")
     output = trainer.finishes(STEPS)
-    assert re.search(r"^continues after step [24],", output, re.MULTILINE), output
+    assert re.search(r"^process 0 continues after step [24],", output, re.MULTILINE), output
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(300) == 0
 
@@ -119,3 +128,27 @@ def test_trl_is_killed_and_resumed_and_trains_on_each_batch_of_a_run_of_ours_onc
     assert book.balanced, book.problems
     assert (book.trained, book.skipped) == (sum(map(len, trained)), 0)
     assert verify(run.kafka, run.name).mismatches == []
+
+
+def test_two_processes_of_trl_are_killed_and_resumed_and_train_on_each_batch_once(run: RealRun) -> None:
+    if not PYTHON.exists():
+        pytest.fail("TRL is not installed: run make .venv/trl/.installed", pytrace=False)
+    run.topics = type(run.topics)(partitions=1)
+    run.grouping = replace(run.grouping, batch_rollouts=ROWS, max_policy_lag=-1)
+    assert run.start("topics", "apply").wait(120) == 0
+    run.start("group", "--ordinal", "0")
+    write_tiny_model(run.directory)
+    trainer, sent = Trainer(run, two=True), 0
+    for steps, line in ((1, "process 0, step 1"), (3, "process 1, step 3"), (4, "")):
+        # The trainer waits for more rollouts after these steps.
+        run.send(rollout(f"p{number // 4}", number % 4) for number in range(sent, ROWS * 2 * steps))
+        sent = ROWS * 2 * steps
+        output = trainer.is_killed(4, line) if line else trainer.finishes(4)
+    assert "process 1 continues after step 2" in output
+    steps = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
+    used = [[use.batch_id for use in steps[number].uses] for number in sorted(steps)]
+    index = [entry.batch_id for entry in run.read("batch-index") if isinstance(entry, BatchIndexEntry)]
+    assert used == [index[begin : begin + 2] for begin in range(0, 8, 2)], "a batch for each process"
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    assert (book.trained, book.skipped, book.in_flight) == (ROWS * 2 * 4, 0, 0)

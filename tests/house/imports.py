@@ -50,7 +50,7 @@ ROOMS = {
         *("report", "tools", "ui", "roles", "launch"),
     ),
     "consumers": (
-        *("", "files", "archive", "weights", "trainers", "models", "labeling", "buffers", "trackers", "learner"),
+        *("", "files", "archive", "weights", "models", "labeling", "buffers", "trackers", "learner", "trainers"),
         "serving",
     ),
     "infra": ("config", "broker", ""),
