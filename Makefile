@@ -39,10 +39,11 @@ SAY_FAILED = $(if $(shell cat $(FAILED)),$(error FAILED $(shell cat $(FAILED))))
 BY_FILE = --dist loadfile --no-loadscope-reorder
 # As many files at once as there are cores, from two to four: a worker may take 4 GiB of memory.
 CORES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); test "$$n" -ge 2 || n=2; test "$$n" -le 4 || n=4; echo $$n)
-# Tests on a broker often wait: one file more, each on a broker of its own. Other engines take all cores: one after the other.
+# Tests on a broker often wait: one file more, each on a broker of its own. Other engines and clusters take all cores: one
+# after the other.
 UNIT = $(BIN)/python -m pytest tests/unit tests/model -n $(CORES) $(BY_FILE)
-REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/model --ignore=tests/engines --ignore=tests/bench -n $$(($(CORES) + 1)) $(BY_FILE)
-ENGINES = $(BIN)/python -m pytest tests/engines
+REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/model --ignore=tests/engines --ignore=tests/cluster --ignore=tests/bench -n $$(($(CORES) + 1)) $(BY_FILE)
+ENGINES = $(BIN)/python -m pytest tests/engines tests/cluster
 export FAILED_TESTS = $(abspath $(FAILED))
 # Tests start processes by the thousand. Without bytecode each compiles its modules again, in one to two seconds of CPU time.
 unexport PYTHONDONTWRITEBYTECODE

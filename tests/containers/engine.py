@@ -19,6 +19,7 @@ import pytest
 import rollstream.infra.broker.child_keeper
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.errors import BrokerUnavailable
+from tests.support.debian import install_program
 from tests.support.image.build import TAG, build_kafka
 from tests.support.waiting import eventually
 
@@ -116,7 +117,7 @@ def kafka_image() -> str:
     official = BrokerConfig().image
     if subprocess.run(["docker", "image", "inspect", official], capture_output=True, timeout=300).returncode == 0:
         return official
-    _installed("busybox", "busybox-static")  # Our image needs busybox; the build names it if it is missing.
+    install_program("busybox", "busybox-static")  # Our image needs busybox; the build names it if it is missing.
     try:
         build_kafka()
     except BrokerUnavailable as error:
@@ -130,7 +131,7 @@ def kafka_image() -> str:
 
 def docker_compose() -> list[str]:
     """The command of compose: docker-compose, found or installed by apt, or else the plug-in of docker."""
-    if not _installed("docker-compose", "docker-compose"):
+    if not install_program("docker-compose", "docker-compose"):
         return ["docker-compose"]
     plugin = shutil.which("docker") and subprocess.run(
         ["docker", "compose", "version"], capture_output=True, check=False
@@ -146,20 +147,6 @@ def _install() -> None:
         pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
     # Newer releases of Debian package its command line separately.
     for program, package in (("dockerd", "docker.io"), ("docker", "docker-cli")):
-        problem = _installed(program, package)
+        problem = install_program(program, package)
         if problem:
             pytest.fail(f"apt-get does not install Docker ({problem}): {REMEDY}", pytrace=False)
-
-
-def _installed(program: str, package: str) -> str:
-    """Install the package of a missing program if apt and root are there; return why it is still missing, if so."""
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", package]
-    problem = f"{program} is not installed"
-    for command in (install, ["apt-get", "update", "--quiet"], install):
-        if shutil.which(program):
-            return ""
-        if shutil.which("apt-get") and os.geteuid() == 0:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-            problem = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
-    return "" if shutil.which(program) else problem
