@@ -45,7 +45,7 @@ def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
     script = tmp_path / "deaf.py"
     script.write_text(
         "import ctypes, sys\n"
-        "from rollstream.pipeline.command_line import interruption\n"
+        "from rollstream.pipeline.process import interruption\n"
         "interruption.GRACE_S = 60.0\n"
         "interruption.take_over()\n"
         "lock = ctypes.create_string_buffer(128)\n"
@@ -76,7 +76,7 @@ def test_a_command_ends_after_its_line_is_printed_whichever_thread_prints_it(tmp
     script = tmp_path / "late.py"
     script.write_text(
         "import os, signal, threading, time\n"
-        "from rollstream.pipeline.command_line import interruption\n"
+        "from rollstream.pipeline.process import interruption\n"
         "printing, write = threading.Event(), os.write\n"
         "def slowly(number, line):\n"
         "    if threading.current_thread() is not threading.main_thread():\n"
