@@ -97,6 +97,11 @@ MUTANTS = (
            "            if not outcome.problem:\n"
            "                self._obey(mark, outcome.config)",
            "            self._obey(mark, outcome.config)"),
+    Mutant("replayed", "consumers/grouping/core/held_rollouts.py", CORE,
+           "batches have no experts and sampling masks unless settings name them",
+           "(REFERENCE, *REPLAYED, *token_arrays)", "(REFERENCE, *token_arrays)"),
+    Mutant("masked", "topics/wire/validation.py", CORE, "masks need not be of every sampled token",
+           "[loss_mask] > 0).all()", "[loss_mask] >= 0).all()"),
     Mutant("certainty", "consumers/grouping/core/rollout_reader.py", CORE, "rollouts are read without all checks",
            ">= _LEAST_BITS", "> _LEAST_BITS"),
     Mutant("policy-clock", "consumers/grouping/core/fold.py", CORE, "the policy clock goes back",
