@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 TOPICS = (
     "steps",
     "policies",
+    "tokenizers",
     "control",
     "metrics",
     "journal",

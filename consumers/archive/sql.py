@@ -65,6 +65,20 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         from fates group by all order by run, environment
         """,
     ),
+    "tokens": (
+        "each token of rollouts archived with --arrays: log-probability, and text by the run's newest tokenizer",
+        """
+        with newest as (select run, arg_max(tokenizer, "offset") as tokenizer from vocabulary group by run),
+        texts as (select distinct run, token, text from vocabulary natural join newest),
+        each as (
+            select run, environment, "partition", "offset", uid, unnest(range(len(tokens))) as position,
+                   unnest(tokens) as token, unnest(loss_mask) as sampled, unnest(logprobs) as logprob
+            from rollouts
+        )
+        select each.*, texts.text from each left join texts using (run, token)
+        order by run, "partition", "offset", position
+        """,
+    ),
     "latest_steps": (
         "each step of each learner once, as it was executed last",
         """

@@ -1,7 +1,8 @@
 """The tables of an archive, and the conversion of records to their rows.
 
 `log` holds every record unchanged; the other tables are for queries, with one row for each rollout, turn, member of a
-batch, group, drop, step, use or rescored rollout. A record that cannot be decoded has a row in `log` alone.
+batch, group, drop, step, use, rescored rollout or token of the vocabulary. A record that cannot be decoded has a row in
+`log` alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import pyarrow as pa
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord, size_of
-from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, TrainingBatch
+from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, TokenizerPart, TrainingBatch
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.catalogue import spec_of, topic_name
 from rollstream.topics.wire.frame_scanner import frame_scanner
@@ -191,6 +192,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             ("use", pa.string()),
             ("reason", pa.string()),
         ],
+        "vocabulary": [("tokenizer", pa.string()), ("token", pa.int32()), ("text", pa.string())],
         "rescores": [
             ("rescoring", pa.string()),
             ("verifier", pa.string()),
@@ -432,12 +434,18 @@ def _rescored(place: Row, r: RescoredRollout, _arrays: bool) -> Rows:
     yield "rescores", vars(r) | judged | {"components": _pairs(r.components), "rollout_offset": r.offset} | place
 
 
+def _tokenizer(place: Row, t: TokenizerPart, _arrays: bool) -> Rows:
+    for token, text in enumerate(t.texts, t.first_id):
+        yield "vocabulary", {"environment": "", "tokenizer": t.digest, "token": token, "text": text} | place
+
+
 _MAKERS: dict[str, Callable[[Row, Any, bool], Rows]] = {
     "Rollout": _rollout,
     "TrainingBatch": _batch,
     "JournalRecord": _journal,
     "LearnerStep": _step,
     "RescoredRollout": _rescored,
+    "TokenizerPart": _tokenizer,
 }
 
 

@@ -3,7 +3,7 @@
 Without `learner.pretrained` all three belong to the small model. Imports JAX only within `initial_params`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +42,6 @@ def published_dtype(config: LearnerConfig) -> str:
 def tokenizer_of(config: LearnerConfig) -> Tokenizer:
     """The tokenizer of `pretrained`, or else a character tokenizer. Raises ConfigurationError."""
     return load_tokenizer(config.pretrained) if config.pretrained else CharacterTokenizer()
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each token; None if the tokenizer has fewer tokens, because then it is another's."""
-    return [tokenizer.decode([each]) for each in ids] if max(ids, default=0) < tokenizer.vocab_size else None
 
 
 def initial_params(

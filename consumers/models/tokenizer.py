@@ -15,6 +15,8 @@ class PromptRefused(RollstreamError):
     """A text is outside the tokenizer's vocabulary, or a request does not fit the sampler's shapes."""
 
 
+PADDING, END = "\ufffd", "<|endoftext|>"
+"""Names of the special tokens of a CharacterTokenizer."""
 PRINTABLE_ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 
@@ -71,3 +73,7 @@ class CharacterTokenizer:
         ids of a model with a larger vocabulary."""
         characters = dict(enumerate(self.vocabulary, 2))
         return "".join(characters.get(identifier, "\ufffd") for identifier in ids if identifier != self.eos_id)
+
+    def texts(self) -> list[str]:
+        """Text of each token, by id."""
+        return [PADDING, END, *self.vocabulary]

@@ -3,13 +3,15 @@
 Text is encoded as it is: special tokens in the text are recognized, and no special token is added.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.models.huggingface import CONFIG, read_json
-from rollstream.consumers.models.tokenizer import PromptRefused
+from rollstream.consumers.models.tokenizer import END, PADDING, CharacterTokenizer, PromptRefused
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.files.atomic_files import write_bytes
 
 TOKENIZER = "tokenizer.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -52,6 +54,63 @@ class TokenizerFile:
             elif identifier not in self.eos_ids:
                 pieces[-1].append(identifier)
         return _UNKNOWN.join(self._tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces)
+
+    def texts(self) -> list[str]:
+        """Text of each token by itself, by id, special tokens by their names.
+
+        Bytes that are no whole character are escaped, as in `\\xe2`. The space before a word, which decoders omit at
+        the beginning of a text, is there.
+        """
+        ids = range(self.vocab_size)
+        texts = self._tokenizer.decode_batch([[each] for each in ids], skip_special_tokens=False)
+        return [_text_of(self._tokenizer.id_to_token(each), text) for each, text in zip(ids, texts, strict=True)]
+
+
+def _text_of(token: str | None, text: str) -> str:
+    """Return the text of a token, given its name in the vocabulary and how it is decoded alone."""
+    if token is None:
+        return _UNKNOWN
+    if _UNKNOWN in text and all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token).decode("utf-8", "backslashreplace")
+    return f" {text}" if token.startswith(_SPACE) and not text.startswith(" ") else text
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the characters by which byte-level vocabularies name bytes (openai/gpt-2, bytes_to_unicode)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+_SPACE = "\u2581"
+"""The space in vocabularies of SentencePiece."""
+
+
+def character_tokenizer_files(tokenizer: CharacterTokenizer) -> dict[str, bytes]:
+    """Return tokenizer.json, tokenizer_config.json and generation_config.json by name, each id as in `tokenizer`."""
+    characters = {character: number + 2 for number, character in enumerate(tokenizer.vocabulary)}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    documents: dict[str, dict[str, Any]] = {
+        TOKENIZER: {
+            "version": "1.0",
+            "added_tokens": [{"id": tokenizer.eos_id, "content": END, **special}],
+            "decoder": {"type": "Fuse"},
+            # No merge: each character is a token.
+            "model": {
+                "type": "BPE",
+                "vocab": {PADDING: tokenizer.pad_id, END: tokenizer.eos_id, **characters},
+                "merges": [],
+            },
+        },
+        _TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END,
+            "clean_up_tokenization_spaces": False,
+        },
+        _GENERATION_CONFIG: {"eos_token_id": tokenizer.eos_id},
+    }
+    return {name: json.dumps(document, indent=2).encode() + b"\n" for name, document in documents.items()}
 
 
 def load_tokenizer(path: Path | str) -> TokenizerFile:
@@ -102,3 +161,9 @@ def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
 
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def write_character_tokenizer(directory: Path, tokenizer: CharacterTokenizer) -> None:
+    """Write `character_tokenizer_files` to a directory."""
+    for name, data in character_tokenizer_files(tokenizer).items():
+        write_bytes(directory / name, data)

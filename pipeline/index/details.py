@@ -2,7 +2,7 @@
 
 import math
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, token
     return {
         "row": rows_of(db, [row_id])[0],
         "turns": [_turn(turn) for turn in rollout.turns],
-        "tokens": _tokens(rollout, batch, place, max(tokens_from, 0)),
+        "tokens": _tokens(rollout, batch, place, max(tokens_from, 0), view.token_texts),
         "components": {name: finite(value) for name, value in rollout.reward_components.items()},
         "sampling": _sampling(rollout),
         "extra": dict(rollout.extra),
@@ -96,16 +96,22 @@ def _sampling(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, begin: int) -> dict[str, Any]:
+def _tokens(
+    rollout: Rollout,
+    batch: TrainingBatch | None,
+    place: RolloutPlace,
+    begin: int,
+    texts: Callable[[Sequence[int]], list[str] | None],
+) -> dict[str, Any]:
     """Return tokens from a position on; only sampled tokens have log-probabilities, advantages, ratios and versions."""
     total = len(rollout.tokens)
     window = slice(begin, min(begin + TOKENS, total))
-    count = max(window.stop - window.start, 0)
+    count, ids = max(window.stop - window.start, 0), rollout.tokens[window].tolist()
     mask = _over(rollout.loss_mask[window].tolist(), count)
     logprobs = _masked(_over(rollout.logprobs[window].tolist(), count), mask)
     return {
-        "ids": rollout.tokens[window].tolist(),
-        "texts": None,
+        "ids": ids,
+        "texts": texts(ids),
         "mask": [int(bool(sampled)) for sampled in mask],
         "logprobs": logprobs,
         "advantages": _masked(_advantages(batch, place, total)[window], mask),

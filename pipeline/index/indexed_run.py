@@ -5,11 +5,12 @@ Each topic is shown as it was when it was indexed. A live run goes on, so missin
 
 import itertools
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 from rollstream.consumers.archive.log_source import PLACES, LogSource, TopicSource
+from rollstream.consumers.models.tokenizer_log import newest_tokenizer
 from rollstream.pipeline.audit.configuration_history import ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
 from rollstream.pipeline.command_line.progress_bar import progress
@@ -93,13 +94,31 @@ def indexed_run(config: RunConfig) -> Iterator["IndexedRun"]:
             yield IndexedRun(db, source)
 
 
+class TokenizerOfSource:
+    """The tokenizer of a run, which is read when a token is asked for that is not known."""
+
+    def __init__(self, source: LogSource) -> None:
+        self._source = source
+        self._texts: Sequence[str] = ()
+
+    def texts_of(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token; None if there is none of some."""
+        if max(ids, default=-1) >= len(self._texts):
+            with suppress(TopicError):  # Other programs need not create the topic.
+                tokenizer = newest_tokenizer(self._source.messages("tokenizers", 0, 0))
+                self._texts = tokenizer.texts if tokenizer else ()
+        known = range(len(self._texts))
+        return [self._texts[each] for each in ids] if all(each in known for each in ids) else None
+
+
 class IndexedRun:
     """One run, whose entries, steps, uses of batches and manifests are in the tables of places."""
 
-    def __init__(self, db: sqlite3.Connection, source: LogSource) -> None:
-        """`source` has single records."""
+    def __init__(self, db: sqlite3.Connection, source: LogSource, tokenizer: "TokenizerOfSource | None" = None) -> None:
+        """`source` has single records, and the tokenizer unless it was read from it before."""
         self.run = source.run
         self._db, self._source = db, source
+        self._tokenizer = tokenizer or TokenizerOfSource(source)
 
     @property
     def skipped(self) -> SkippedRecords:
@@ -112,6 +131,11 @@ class IndexedRun:
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record. Raises TopicError if it does not exist."""
         return self._source.record(name, partition, offset)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token; None if the run's tokenizer is not on its log, or lacks one of them, because
+        then another one made them."""
+        return self._tokenizer.texts_of(ids)
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
         """Places of the rollouts with a uid, in order; several if the rollout was sent repeatedly."""

@@ -12,7 +12,7 @@ from rollstream.consumers.archive.log_source import ArchiveSource, LogSource, To
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
 from rollstream.pipeline.index import schema, sqlite_files
-from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
+from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, TokenizerOfSource
 from rollstream.pipeline.index.writer import IndexWriter, index_file, positions_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
@@ -42,6 +42,7 @@ class RunIndex(Closing):
         self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
         self._local = threading.local()
         """Connections of the threads that query the index."""
+        self._tokenizer = TokenizerOfSource(source)
         self._identity: dict[str, str] | None = None
 
     @classmethod
@@ -110,7 +111,7 @@ class RunIndex(Closing):
 
     def details(self, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
         """Return all details of one rollout. Raises TopicError if the index or the log has no rollout at this place."""
-        return rollout_details.details(self.db, IndexedRun(self.db, self._source), place, tokens_from)
+        return rollout_details.details(self.db, IndexedRun(self.db, self._source, self._tokenizer), place, tokens_from)
 
     @property
     def db(self) -> sqlite3.Connection:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from rollstream.consumers.models.tokenizer_log import put_tokenizer
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
 from rollstream.pipeline.config import RunConfig
@@ -83,6 +84,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     TERMINATED after a stop."""
     check_lengths(config, environments_of(config))
     wait_for_broker(config.kafka)
+    if args.process == 0:
+        put_tokenizer(config.kafka, config.run, config.learner.pretrained)
     prepare_jax(config)
     from rollstream.consumers.learner.learner import learn
     from rollstream.consumers.learner.parallel.team import join

@@ -17,9 +17,8 @@ from rollstream.consumers.files import npz_files, safetensors_files
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
-from rollstream.consumers.models.huggingface import write_json
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
-from rollstream.consumers.models.tokenizer_file import TOKENIZER
+from rollstream.consumers.models.tokenizer_file import write_character_tokenizer
 from rollstream.consumers.weights.chains import ChainBroken, SpooledTensor, SpooledVersion, with_bases
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -33,10 +32,6 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.open_transactions import await_markers
 from rollstream.topics.records import PolicyManifest
 from rollstream.topics.wire.catalogue import topic_name
-
-_END = "<|endoftext|>"
-_PADDING = "\ufffd"
-"""Text of the padding token, which is in no prompt and matches no answer."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -163,24 +158,3 @@ def _newest(config: RunConfig, directory: Path) -> SpooledVersion:
     if not tried:
         raise ConfigurationError(f"run {config.run} has no policy version yet; start its learner")
     raise TopicError(f"run {config.run} has no policy version that can be exported; the reasons are above")
-
-
-def write_character_tokenizer(directory: Path, tokenizer: CharacterTokenizer) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json, each id as in `tokenizer`."""
-    characters = {character: number + 2 for number, character in enumerate(tokenizer.vocabulary)}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    document = {
-        "version": "1.0",
-        "added_tokens": [{"id": tokenizer.eos_id, "content": _END, **special}],
-        "decoder": {"type": "Fuse"},
-        # No merge: each character is a token.
-        "model": {
-            "type": "BPE",
-            "vocab": {_PADDING: tokenizer.pad_id, _END: tokenizer.eos_id, **characters},
-            "merges": [],
-        },
-    }
-    write_json(directory / TOKENIZER, document)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "clean_up_tokenization_spaces": False}
-    write_json(directory / "tokenizer_config.json", names)
-    write_json(directory / "generation_config.json", {"eos_token_id": tokenizer.eos_id})

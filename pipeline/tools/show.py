@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
 from rollstream.pipeline.command_line.command_parser import set_handler
 from rollstream.pipeline.command_line.plain_values import compact, decoded, plain, tell, time_text
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
 from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place, rollout_places
-from rollstream.pipeline.run_settings import settings_of
 from rollstream.producers.inference.replay_arrays import is_known
-from rollstream.topics.errors import ConfigurationError, RecordError, TopicError
+from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.records import Rollout, TrainingBatch
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
@@ -70,7 +68,7 @@ def show(config: RunConfig, args: argparse.Namespace) -> int:
         else:
             console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
         for details in rollouts:
-            _print(console, details, args.full, _token_texts(config, details.rollout))
+            _print(console, details, args.full, view.token_texts(details.rollout.tokens.tolist()) or ())
         tell(view.skipped)
         return 0
 
@@ -126,6 +124,8 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     for line in _replay_lines(r):
         console.print(_text(line))
     console.print(tokens_table(r, details.advantage, None if full else 400, texts))
+    if texts and (unlikely := unlikely_tokens(r, texts)):
+        console.print(_text(unlikely))
     if details.group:
         console.print(_text("\ngroup", "bold"))
         rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in details.group]
@@ -157,13 +157,21 @@ def _text(text: str, style: str = "") -> Any:
     return Text(printable(text), style)
 
 
-def _token_texts(config: RunConfig, rollout: Rollout) -> Sequence[str]:
-    """Return the text of each token; none if this machine lacks the run's tokenizer, or it has fewer tokens."""
-    try:
-        tokenizer = tokenizer_of((settings_of(config) or config).learner)
-    except ConfigurationError:
-        return ()
-    return token_texts(tokenizer, rollout.tokens.tolist()) or ()
+def _visible(text: str) -> str:
+    """Return the text of a token with visible spaces, tabs and line ends."""
+    return printable(text.translate({ord(" "): "·", ord("\n"): "⏎", ord("\t"): "⇥"}), keep="")
+
+
+def unlikely_tokens(r: Rollout, texts: Sequence[str], most: int = 8) -> str:
+    """Return a line with the sampled tokens of the lowest probabilities, at most 1 in 2, each with its position."""
+    sampled = [
+        (float(r.logprobs[i]), i)
+        for i in range(min(len(r.tokens), len(r.logprobs), len(r.loss_mask)))
+        if r.loss_mask[i]
+    ]
+    least = sorted(each for each in sampled if each[0] <= math.log(0.5))[:most]
+    shown = [f"{_visible(texts[i])} at {i} ({math.exp(logprob):.2%})" for logprob, i in least]
+    return f"least likely: {', '.join(shown)}" if shown else ""
 
 
 def tokens_table(r: Rollout, advantage: float | None, most: int | None, texts: Sequence[str] = ()) -> Any:
@@ -186,7 +194,7 @@ def tokens_table(r: Rollout, advantage: float | None, most: int | None, texts: S
             style = _style(advantage, logprob) if sampled else "dim"
             ids.append(f"{int(r.tokens[i]):>8} ", style)
             if texts:
-                middle.append(f"{printable(texts[i], keep='').replace(' ', '·')[:8]:>8} ")
+                middle.append(f"{_visible(texts[i])[:8]:>8} ")
             below.append(f"{logprob:>8.3f} " if sampled else " " * 9, "dim")
         for line in (ids, *([middle] if texts else []), below):
             text.append(line).append("\n")

@@ -83,15 +83,18 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def provision(config: RunConfig) -> list[TopicPlan]:
-    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent."""
+    """Create missing topics, the first grouping state and the record of the tokenizer; return the plan that was carried
+    out. Idempotent."""
     from rollstream.consumers.grouping.core.configuration_marks import check_names
     from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
     from rollstream.consumers.grouping.process.bootstrap import initialise
+    from rollstream.consumers.models.tokenizer_log import put_tokenizer
 
     # The configuration of generation 0 stays on the log, so unknown names in it are refused before anything is created.
     check_names(config.grouping, load_plug_ins(config.grouper))
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
+    put_tokenizer(config.kafka, config.run, config.learner.pretrained)
     return plans
 
 

@@ -153,7 +153,7 @@ def test_a_rollout_is_what_show_and_lineage_print(run: RealRun, planted: Planted
     assert details["row"]["advantage"] == pytest.approx(shown[0]["advantage"])
     assert {row["uid"] for row in details["group"]} == {member["uid"] for member in shown[0]["group"]}
     assert details["lineage"] == command(run, "lineage", "--offset", place)
-    assert details["tokens"]["texts"] == [CharacterTokenizer().decode([each]) for each in details["tokens"]["ids"]]
+    assert details["tokens"]["texts"] == [CharacterTokenizer().texts()[each] for each in details["tokens"]["ids"]]
 
 
 def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
+from rollstream.consumers.models.tokenizer_log import put_tokenizer
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Turn
 from tests.browser import chromium
@@ -28,6 +29,7 @@ def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     name = f"browsed-{uuid.uuid4().hex[:8]}"
     run = RealRun(KafkaConfig(bootstrap_servers=broker), name, tmp_path_factory.mktemp("browsed")).prepare()
     try:
+        put_tokenizer(run.kafka, run.name, "")
         run.start("group")
         run.send(
             rollout(

@@ -119,7 +119,7 @@ def test_an_opened_rollout_has_its_texts_as_texts_and_its_numbers(served: Served
     tokens.focus()
     for _ in range(4):
         seen.page.keyboard.press("ArrowRight")
-    expect(seen.page.locator(".readout")).to_contain_text(re.compile("log-probability .1"))
+    expect(seen.page.locator(".readout")).to_contain_text(re.compile('token 4 "[2-5]", id .*log-probability .1'))
     assert seen.violations() == []
     assert seen.errors == []
     seen.page.context.close()

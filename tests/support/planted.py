@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.models.tokenizer_log import put_tokenizer
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.command_line.plain_values import decoded
 from rollstream.topics.kafka.reader import read_to_end
@@ -62,6 +63,7 @@ def plant(run: RealRun) -> Planted:
     """Make the run, wait until everything is in its place, and end its processes."""
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=1.0, max_policy_lag=1)
     run.prepare()
+    put_tokenizer(run.kafka, run.name, "")
     process = run.start("group", kafka__compression="none")
     planted = Planted(run)
     run.send(rollout(name, member) for name in GOOD[1:] for member in range(4))

@@ -35,7 +35,7 @@ from rollstream.topics.records.control import (
     StopRequest,
 )
 from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, RateLevel
-from rollstream.topics.records.learner import BatchUse, Chunk, LearnerStep, PolicyManifest, Tensor
+from rollstream.topics.records.learner import BatchUse, Chunk, LearnerStep, PolicyManifest, Tensor, TokenizerPart
 from rollstream.topics.records.rollouts import (
     EpisodeSpan,
     GroupCancelled,
@@ -113,6 +113,7 @@ __all__ = [
     "SkippedOffset",
     "StopRequest",
     "Tensor",
+    "TokenizerPart",
     "TrainingBatch",
     "TrajectoryRecord",
     "Turn",

@@ -153,3 +153,16 @@ class PolicyManifest:
     params_digest: str = ""
     dtype: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerPart:
+    """One of the records that hold a tokenizer: texts of some of its tokens, or a piece of one of its files."""
+
+    digest: str
+    part: int
+    parts: int
+    first_id: int = 0
+    texts: tuple[str, ...] = ()
+    file: str = ""
+    data: bytes = b""

@@ -254,6 +254,16 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         doc="What a trainer's TransferQueue holds: fields of samples, and marks of cleared samples.",
     ),
     TopicSpec(
+        name="tokenizers",
+        key="digest, part",
+        values=("TokenizerPart",),
+        partitions="1",
+        cleanup="compact",
+        writers=("learn", TOOLS),
+        readers=("learn", TOOLS),
+        doc="Files of the run's tokenizer, and the text of each token.",
+    ),
+    TopicSpec(
         name="control",
         key="what, which",
         values=(

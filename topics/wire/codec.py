@@ -72,6 +72,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.RescoredRollout,
     records.SampleField,
     records.SamplesCleared,
+    records.TokenizerPart,
 )
 _SHORT_BYTES = 4096
 """Size up to which `bytes.translate` is as fast as numpy."""

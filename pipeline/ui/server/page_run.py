@@ -4,18 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from rollstream.consumers.learner.pretrained import token_texts, tokenizer_of
-from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.control import steering
 from rollstream.pipeline.index import series
 from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.index.run_index import RunIndex
-from rollstream.pipeline.run_settings import settings_of
 from rollstream.pipeline.tools.ledger import live_ledger
 from rollstream.pipeline.ui import irreversible_actions
 from rollstream.pipeline.ui.server import dead_letters
@@ -27,7 +23,6 @@ from rollstream.pipeline.ui.server.session_list import SessionList, read_session
 from rollstream.producers.flow.mixture import Curriculum, Lesson
 from rollstream.producers.flow.mixture_states import newest_states
 from rollstream.topics.control.steering import DesiredState, desired_state
-from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records import EnvironmentState, MixtureState
 from rollstream.topics.records.journal import OffsetRange
@@ -178,20 +173,7 @@ class PageRun:
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""
-        return await self.ask(lambda index: self._with_texts(index.details(place, tokens_from)))
-
-    def _with_texts(self, details: dict[str, Any]) -> dict[str, Any]:
-        """Add the text of each token, if this machine has the run's tokenizer."""
-        if self._tokenizer is not None:
-            details["tokens"]["texts"] = token_texts(self._tokenizer, details["tokens"]["ids"])
-        return details
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
-        try:
-            return tokenizer_of((settings_of(self.config) or self.config).learner)
-        except ConfigurationError:
-            return None
+        return await self.ask(lambda index: index.details(place, tokens_from))
 
     async def offsets(self, fate: str, reason: str | None) -> list[OffsetRange]:
         """Return the ranges of offsets with a fate, according to the newest ledger."""

@@ -11,7 +11,15 @@ from rollstream.consumers.archive import tables, writer
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, log_table, rows_of, table_of
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, LearnerStep, RescoredRollout, Rollout
+from rollstream.topics.records import (
+    Drop,
+    FinishedGroup,
+    JournalRecord,
+    LearnerStep,
+    RescoredRollout,
+    Rollout,
+    TokenizerPart,
+)
 from rollstream.topics.wire.codec import decode, encode
 from tests.strategies import any_record
 from tests.support.archiving import DAY_MS, StoppingStore, entry
@@ -136,6 +144,7 @@ def test_every_column_of_the_other_tables_has_a_value() -> None:
         "journal": journal_record(drops=(drop,), finished_groups=(group,)),
         "steps": LearnerStep(**step, **totals),  # type: ignore[arg-type]
         "rescores": rescored,
+        "tokenizers": TokenizerPart(digest="d", part=0, parts=1, first_id=2, texts=("a", " ")),
     }
     empty = {("rescores", "failure")}
     for topic, record in records.items():

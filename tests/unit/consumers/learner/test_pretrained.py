@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
-from rollstream.consumers.learner.pretrained import initial_params, model_of, token_texts
+from rollstream.consumers.learner.pretrained import initial_params, model_of
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.startup import load_reference
 from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models import decoder, huggingface
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.topics.errors import ConfigurationError
 from tests.support.checkpoints import random_parameters
 
@@ -58,10 +57,3 @@ def test_a_reference_of_another_model_with_the_same_shapes_is_refused(directory:
     differing = "rope_theta 1000000.0 instead of 10000.0, tie_word_embeddings False instead of True"
     with pytest.raises(ConfigurationError, match=differing):
         reference(str(tmp_path / "other"))
-
-
-def test_each_token_has_its_text_unless_the_tokenizer_is_anothers() -> None:
-    tokenizer = CharacterTokenizer()
-    assert token_texts(tokenizer, [*tokenizer.encode("a b"), tokenizer.eos_id]) == ["a", " ", "b", ""]
-    assert token_texts(tokenizer, [tokenizer.vocab_size - 1]) == ["\n"]
-    assert token_texts(tokenizer, [5, tokenizer.vocab_size]) is None

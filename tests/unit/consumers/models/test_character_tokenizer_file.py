@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
-from rollstream.consumers.models.tokenizer_file import load_tokenizer
-from rollstream.pipeline.tools.export import write_character_tokenizer
+from rollstream.consumers.models.tokenizer_file import load_tokenizer, write_character_tokenizer
 
 
 def test_an_engine_that_reads_the_files_tokenizes_as_the_learner_does(tmp_path: Path) -> None:

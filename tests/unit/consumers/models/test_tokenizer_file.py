@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import tokenizer_of
@@ -76,3 +77,25 @@ def test_a_directory_without_a_tokenizer_or_with_too_small_a_model_is_refused(di
 def test_a_learner_that_starts_from_no_checkpoint_has_the_character_tokenizer(directory: Path) -> None:
     assert tokenizer_of(LearnerConfig()) == CharacterTokenizer()
     assert tokenizer_of(LearnerConfig(pretrained=str(directory))).encode("7") == load_tokenizer(directory).encode("7")
+
+
+def test_each_token_has_a_text_with_its_space_its_name_or_its_bytes(tokenizer: TokenizerFile) -> None:
+    texts = tokenizer.texts()
+    assert len(texts) == tokenizer.vocab_size
+    assert "".join(texts[each] for each in tokenizer.encode("12 - 5 = 7")) == "12 - 5 = 7"
+    assert [texts[each] for each in tokenizer.eos_ids] == ["<|im_end|>", "<|endoftext|>"]
+    assert "".join(texts[each] for each in tokenizer.encode("漢")) == r"\xe6\xbc\xa2"
+
+
+def test_a_decoder_that_omits_the_first_space_takes_none_from_the_texts() -> None:
+    model = tokenizers.models.BPE(vocab={"▁": 0, "▁a": 1, "b": 2, "<0x0A>": 3}, merges=[])
+    sentences = tokenizers.Tokenizer(model)
+    sentences.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    assert TokenizerFile(sentences, [0]).texts() == [" ", " a", "b", "\n"]

@@ -36,3 +36,12 @@ def test_each_token_has_its_text_below_its_id() -> None:
     _ids, texts, logprobs = console.file.getvalue().splitlines()[:3]
     assert [texts[at : at + 9] for at in range(0, 36, 9)] == ["     a·b ", "  \\u001b ", "tokeniza ", "         "]
     assert "-" in logprobs
+
+
+def test_spaces_and_line_ends_are_visible_and_unlikely_tokens_are_listed() -> None:
+    rollout = replace(VALID, logprobs=np.log(np.array([1, 0.001, 0.25, 0.02], "<f4")))
+    assert list(rollout.loss_mask) == [False, False, True, True]
+    texts = ["a", "b", " so\n", "\tbut"]
+    assert show.unlikely_tokens(rollout, texts) == "least likely: \u21e5but at 3 (2.00%), \u00b7so\u23ce at 2 (25.00%)"
+    assert show.unlikely_tokens(rollout, texts, most=1).endswith("(2.00%)")
+    assert show.unlikely_tokens(replace(rollout, logprobs=np.zeros(4, "<f4")), texts) == ""

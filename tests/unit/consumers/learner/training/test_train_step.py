@@ -20,7 +20,7 @@ from rollstream.consumers.learner.training.train_step import TrainState, TrainSt
 from rollstream.consumers.models import decoder, huggingface
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterTokenizer
-from rollstream.pipeline.tools.export import write_character_tokenizer
+from rollstream.consumers.models.tokenizer_file import write_character_tokenizer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.wire.params_digest import params_digest
 from tests.support.batches import random_batch
