@@ -37,6 +37,7 @@ from rollstream.pipeline.run.learner_start import check_lengths, demonstrated
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import ServicePorts
 from rollstream.pipeline.run.run_environments import environments_of
+from rollstream.pipeline.run.start_stages import StartStages
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.replay import replay
@@ -224,17 +225,19 @@ def train(
     say = display.say
     path = plans.write(config)
     roles = plans.plan(config, path)
+    stages = StartStages(config.data_dir / "cache", json=display.json, say=say)
     supervisor = stack.enter_context(
         Supervisor(
             config.run_dir / "logs",
             interrupts=interrupts,
             environment=plans.child_environment(config),
-            on_progress=lambda role, progress: say(f"{role}: {progress}"),
+            on_progress=stages.note,
             place=ServicePorts(config).place,
         )
     )
 
     def kill_now() -> None:
+        stages.restore()
         display.restore()
         supervisor.kill_now()
 
@@ -243,14 +246,12 @@ def train(
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
     server = "a vLLM server, which takes minutes" if roles.of(ENGINE) else "the inference server"
     say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
-    supervisor.start(*roles.consumers)
-    supervisor.wait_ready(spec.name for spec in roles.consumers)
+    stages.start(supervisor, *roles.consumers)
     page.tell(say)
     first = evaluate(config, 0, "first")
     say(f"version {first.version} answers {first.success:.1%} of {first.prompts} held-out prompts right; workers start")
     began = time.monotonic()
-    supervisor.start(*roles.of(ENV))
-    supervisor.wait_ready(spec.name for spec in roles.of(ENV))
+    stages.start(supervisor, *roles.of(ENV))
     injector = FaultInjector(plan_faults(config, roles) if faults else None, supervisor, say)
     outcome = watch(config, supervisor, observer, injector, display, page)
     seconds = time.monotonic() - began

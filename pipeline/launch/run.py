@@ -33,6 +33,7 @@ from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.run_environments import environments_of
 from rollstream.pipeline.run.run_lease import RunLease
 from rollstream.pipeline.run.stall_watch import StallWatch
+from rollstream.pipeline.run.start_stages import StartStages
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
@@ -112,19 +113,29 @@ def _supervise(
     first = at_first(config, grouping) if config.grouper.autoscale.enabled else config
     running = begin_with(first, following.state, orphans)
     ports = ServicePorts(config, resumed=bool(orphans))
+    stages = StartStages(config.data_dir / "cache")
     with Supervisor(
         config.run_dir / "logs",
         interrupts=interrupts,
         environment=plans.child_environment(config),
+        on_progress=stages.note,
         place=ports.place,
         may_end=lambda kind: _may_end(kind, following.state),
         registry=registry,
         check=lease.check,
     ) as supervisor:
-        interrupts.kill_now = supervisor.kill_now
+
+        def kill_now() -> None:
+            stages.restore()
+            supervisor.kill_now()
+
+        interrupts.kill_now = kill_now
+        if sys.stdout.isatty():
+            # Frames take the whole terminal, so logs go to a file.
+            log_to(supervisor.log_dir / "run.log", config.log_level)
         roles = plans.plan(running, path)
         page = RunPage(config, path, supervisor)
-        start(supervisor, roles)
+        start(supervisor, roles, stages)
         registry.end_orphans()
         _say_adopted(config, supervisor, orphans)
         _say_ready(config, supervisor, ports)
@@ -206,11 +217,10 @@ def _say_adopted(config: RunConfig, supervisor: Supervisor, orphans: Collection[
         )
 
 
-def start(supervisor: Supervisor, roles: RunPlan) -> None:
+def start(supervisor: Supervisor, roles: RunPlan, stages: StartStages) -> None:
     """Start the consumers, then, once all of them are ready, the producers."""
     for specs in (roles.consumers, roles.producers):
-        supervisor.start(*specs)
-        supervisor.wait_ready(spec.name for spec in specs)
+        stages.start(supervisor, *specs)
 
 
 def watch(
@@ -234,9 +244,6 @@ def watch(
         supervisor.kill_now()
 
     interrupts.kill_now = kill_now
-    if sys.stdout.isatty():
-        # The frame takes the whole terminal, so logs go to a file.
-        log_to(supervisor.log_dir / "run.log", config.log_level)
     stall = StallWatch(config)
     with ExitStack() as stack:
         group = config.labeling.group_id(config.run)

@@ -30,6 +30,7 @@ class Display(Generic[T]):
         every_s: float = _LINE_S,
     ) -> None:
         """`line` formats progress without a terminal, every `every_s` seconds; `frame` draws it at the given width."""
+        self.json = json
         self._stream = sys.stderr if json else sys.stdout
         self._began = began
         self._line, self._frame = line, frame
@@ -37,6 +38,11 @@ class Display(Generic[T]):
         self._console = Console(file=self._stream) if self._stream.isatty() else None
         self._live: Live | None = None
         self._due = 0.0
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether `show` draws frames."""
+        return self._console is not None
 
     def say(self, line: str) -> None:
         """Print an event, with the seconds since the start."""

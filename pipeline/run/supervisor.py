@@ -148,12 +148,13 @@ class Supervisor:
             if not self._adopt(placed):
                 self._spawn(placed)
 
-    def wait_ready(self, names: Iterable[str]) -> None:
-        """Wait until these roles are ready, except expendable roles. Raises DeadlineExceeded or RoleFailed with the
-        cause."""
+    def wait_ready(self, names: Iterable[str], look: Callable[[], object] = lambda: None) -> None:
+        """Wait until these roles are ready, except expendable roles, and call `look` meanwhile. Raises DeadlineExceeded
+        or RoleFailed with the cause."""
         pending = {name for name in names if not self._roles[name].spec.expendable}
         while pending:
             self.poll(0.2)
+            look()
             pending = {name for name in pending if not self._roles[name].ready}
 
     def poll(self, timeout_s: float = 0.0) -> None:
