@@ -166,6 +166,10 @@ class PromptOrder:
         return indices
 
 
+_MOST_POOLED = 10_000_000
+"""Maximum number of prompts that are counted, because a state may come from any worker."""
+
+
 class PromptPools:
     """The pool of each prompt of an environment, by its last group. A worker knows its own groups, and for the other
     prompts the pools that other workers recorded."""
@@ -195,12 +199,23 @@ class PromptPools:
 
 def _unpacked(packed: bytes, prompts: int) -> bytes:
     """Return the pools in a state; empty if it has none, or those of other prompts."""
-    inflating = zlib.decompressobj()
+    pools = _inflated(packed, prompts + 1)
+    return pools if len(pools) == prompts else b""
+
+
+def _inflated(packed: bytes, most: int) -> bytes:
     try:
-        pools = inflating.decompress(packed, prompts + 1)
+        return zlib.decompressobj().decompress(packed, most)
     except zlib.error:
         return b""
-    return pools if len(pools) == prompts else b""
+
+
+def pool_sizes(packed: bytes) -> dict[str, int] | None:
+    """Return the number of prompts in each pool of a state, where `other` have had no group or a mixed one; None
+    without pools."""
+    pools = _inflated(packed, _MOST_POOLED)
+    numbers = {"easy": EASY, "hard": HARD, "other": MIXED}
+    return {name: pools.count(number) for name, number in numbers.items()} if pools else None
 
 
 class Mixture:

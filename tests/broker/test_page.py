@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.ui.run_page import RunPage
 from rollstream.pipeline.ui_config import UiConfig
+from rollstream.producers.flow.mixture import EASY, HARD
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import EnvironmentState, MixtureState, PausedEnvironment, SessionEvent
@@ -60,7 +62,9 @@ def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
         ):
             event = SessionEvent(session="s1", kind=kind, author="a", group_id="g", wall_time=1.0, **more)  # type: ignore[arg-type]
             run.send_bytes("calls", encode(event), encode_key("s1"), 0)
-        easy = EnvironmentState(environment="env", drawn=7, successes=3.0, trials=6.0)
+        easy = EnvironmentState(
+            environment="env", drawn=7, successes=3.0, trials=6.0, pools=zlib.compress(bytes([EASY, HARD, EASY, 0, 0]))
+        )
         state = MixtureState(worker_id="w0", environments=(easy,), wall_time=1.0)
         run.send_bytes("control", encode(state), encode_key("mixture", "w0"))
         yield planted
@@ -272,7 +276,8 @@ def test_sessions_and_mixtures_are_those_on_the_log(run: RealRun, page: PageClie
     assert [event["kind"] for event in session["events"]] == ["start", "failed", "finished"]
     (worker,) = of_run(page, run, "mixture")["workers"]
     environment = {"environment": "env", "weight": 1.0, "drawn": 7, "success": 0.5, "unlocked": True, "paused": False}
-    assert worker == {"worker": "w0", "environments": [environment]}
+    pools = {"easy": 2, "hard": 1, "other": 2}
+    assert worker == {"worker": "w0", "environments": [environment | {"pools": pools}]}
 
 
 def test_a_mixture_has_the_weights_and_pauses_that_were_recorded(run: RealRun, page: PageClient) -> None:

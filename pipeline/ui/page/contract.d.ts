@@ -350,6 +350,8 @@ export interface Mixture {
       drawn: number | null;
       success: number | null;
       unlocked: boolean | null;
+      /** Prompts of the worker by the success of their last group; null if prompts have no pools. */
+      pools: { easy: number; hard: number; other: number } | null;
     }[];
   }[];
 }

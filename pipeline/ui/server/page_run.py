@@ -20,7 +20,7 @@ from rollstream.pipeline.ui.server.index_filling import IndexFilling
 from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper, ranges_of
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
-from rollstream.producers.flow.mixture import Curriculum, Lesson
+from rollstream.producers.flow.mixture import Curriculum, Lesson, pool_sizes
 from rollstream.producers.flow.mixture_states import newest_states
 from rollstream.topics.control.steering import DesiredState, desired_state
 from rollstream.topics.kafka import topic_admin
@@ -63,6 +63,7 @@ def _environments(
             "drawn": each.drawn,
             "success": _success(each),
             "unlocked": each.unlocked,
+            "pools": pool_sizes(each.pools),
             "paused": each.environment in wanted.paused,
         }
         for each in state.environments

@@ -77,11 +77,17 @@ function MixtureOf({ mixture }) {
       html`<${Bar} share=${all ? (each.weight ?? 0) / all : 0} />`,
       count(each.drawn),
       percent(each.success),
+      each.pools ? poolsOf(each.pools) : "–",
       each.unlocked === null ? "–" : each.unlocked ? "unlocked" : "locked",
     ]);
   });
   return html`<${Table} caption="Mixture by worker" rows=${rows} empty="No worker has recorded a mixture."
-    heads=${["Worker", "Environment", { text: "Weight", number: true }, BAR, { text: "Drawn", number: true }, { text: "Success", number: true }, "Stage"]} />`;
+    heads=${["Worker", "Environment", { text: "Weight", number: true }, BAR, { text: "Drawn", number: true }, { text: "Success", number: true }, "Prompts by last group", "Stage"]} />`;
+}
+
+/** @param {Record<string, number>} pools */
+function poolsOf(pools) {
+  return ["easy", "hard", "other"].map((name) => `${count(pools[name])} ${name}`).join(", ");
 }
 
 /** @param {{ run: string, tick: number, query: Record<string, string> }} props */

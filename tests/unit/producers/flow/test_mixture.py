@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from rollstream.producers.config import CurriculumConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.environments.environment import Prompt, Score, SingleTurn, Split
-from rollstream.producers.flow.mixture import Mixture, PromptOrder, difficulty_weight, groups_counted
+from rollstream.producers.flow.mixture import (
+    Mixture,
+    PromptOrder,
+    PromptPools,
+    difficulty_weight,
+    groups_counted,
+    pool_sizes,
+)
 from rollstream.producers.tasks.environment_loading import LoadedEnvironment, with_settings
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import EnvironmentState, MixtureState
@@ -290,3 +297,12 @@ def test_the_seed_and_the_epoch_change_the_order() -> None:
     assert len({tuple(epoch(seed, number)) for seed in ("a", "b") for number in (0, 1)}) == 4
     assert epoch("a", 0) == epoch("a", 0)
     assert Counter(epoch("a", 0)) == Counter(epoch("a", 1))
+
+
+def test_the_sizes_of_pools_are_counted_and_those_of_no_pools_are_none() -> None:
+    pools = PromptPools(4)
+    for index, success in ((0, 1.0), (1, 0.0), (2, 0.5)):
+        pools.note(index, success)
+    assert pool_sizes(pools.packed) == {"easy": 1, "hard": 1, "other": 2}
+    assert pool_sizes(b"") is None
+    assert pool_sizes(b"no pools") is None
