@@ -21,6 +21,8 @@ from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.files.atomic_files import write_json
 
+_LEAST_S = 1.0
+"""Time before which a count says nothing about the rest."""
 _COUNTS = re.compile(r"(\d+) of (\d+)")
 
 
@@ -50,7 +52,7 @@ class Stage:
         if self.ready_s is not None:
             return f"ready after {self.ready_s:.1f} s"
         elapsed, share = now - self.began, self.share(now)
-        usual_s = self.usual_s or (elapsed / share if share else None)
+        usual_s = self.usual_s or (elapsed / share if share and elapsed >= _LEAST_S else None)
         if usual_s is None:
             return f"{elapsed:.0f} s"
         left = usual_s - elapsed

@@ -35,7 +35,7 @@ class Roles:
 
     def wait_ready(self, names: Iterable[str], look: Callable[[], None]) -> None:
         for name in names:
-            self.stages().note(name, "update 3 of 4")
+            self.stages().note(name, "compiling 3 rows")
             self.frames.append(drawn(self.stages()))
             self.clock.now += 1.0
             self.ready.add(name)
@@ -60,7 +60,7 @@ def started(cache: Path, clock: Clock, *names: str, say: Callable[[str], None] |
 def test_each_role_has_its_stage_and_the_second_start_an_estimate(tmp_path: Path) -> None:
     clock = Clock()
     first = started(tmp_path / "cache", clock, "learner", "infer-0")
-    assert "update 3 of 4" in first.frames[0]
+    assert "compiling 3 rows" in first.frames[0]
     assert "left" not in "".join(first.frames)
     assert [line.split("ready after")[1].split()[0] for line in first.frames[-1].splitlines()] == ["1.0", "2.0"]
     second = started(tmp_path / "cache", clock, "infer-0", "new")
@@ -71,7 +71,7 @@ def test_each_role_has_its_stage_and_the_second_start_an_estimate(tmp_path: Path
 def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     started(tmp_path, Clock(), "learner", say=lines.append)
-    assert lines == ["learner: update 3 of 4"]
+    assert lines == ["learner: compiling 3 rows"]
     assert capsys.readouterr().out == ""
 
 
@@ -89,6 +89,7 @@ def test_damaged_times_of_last_time_are_no_times(tmp_path: Path, damaged: bytes)
         (Stage(0.0, usual_s=4.0), 0.99, "5 s, usually 4 s"),
         (Stage(0.0, text="warm start, update 30 of 60, loss 2.1"), 0.5, "5 s, about 5 s left"),
         (Stage(0.0, text="warm start, update 0 of 60"), 0.0, "5 s"),
+        (Stage(4.5, text="warm start, update 1 of 60"), 1 / 60, "0 s"),
         (Stage(0.0, text="compiling 4 rows of 64 tokens"), None, "5 s"),
         (Stage(0.0, text="0 of 0"), None, "5 s"),
         (Stage(0.0, usual_s=9.0, ready_s=3.21), 1.0, "ready after 3.2 s"),

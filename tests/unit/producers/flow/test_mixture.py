@@ -300,9 +300,9 @@ def test_the_seed_and_the_epoch_change_the_order() -> None:
 
 
 def test_the_sizes_of_pools_are_counted_and_those_of_no_pools_are_none() -> None:
-    pools = PromptPools(4)
-    for index, success in ((0, 1.0), (1, 0.0), (2, 0.5)):
+    pools = PromptPools(5)
+    for index, success in ((0, 1.0), (1, 0.0), (2, 0.5), (3, 1.0)):
         pools.note(index, success)
-    assert pool_sizes(pools.packed) == {"easy": 1, "hard": 1, "other": 2}
+    assert pool_sizes(pools.packed) == {"easy": 2, "hard": 1, "other": 2}
     assert pool_sizes(b"") is None
     assert pool_sizes(b"no pools") is None
