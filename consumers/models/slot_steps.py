@@ -54,16 +54,27 @@ class Choice(NamedTuple):
     """int32 [B]: their number; 0 if it was drawn among all."""
 
 
-def choose(logits: jax.Array, sampling: SamplingArrays[jax.Array], indices: jax.Array, *, filtering: bool) -> Choice:
+def choose(
+    logits: jax.Array,
+    sampling: SamplingArrays[jax.Array],
+    indices: jax.Array,
+    *,
+    filtering: bool,
+    allowed: jax.Array | None = None,
+) -> Choice:
     """Return a token and its log-probability for every row.
 
     `logits` are float32 [B, vocabulary]; `indices` int32 [B] count the tokens that a row sampled before. top_k, top_p
-    and min_p are applied only with `filtering`, because they sort the vocabulary. Log-probabilities are at the sampling
-    temperature and after the filters; for greedy rows, at temperature 1 and without filters.
+    and min_p are applied only with `filtering`, because they sort the vocabulary. `allowed` are bits of the tokens that
+    may be chosen, uint32 [B, words]; None: all. Log-probabilities are at the sampling temperature, among the allowed
+    tokens and after the filters; for greedy rows, at temperature 1 and without filters.
     """
     greedy = sampling.temperatures == 0.0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperatures)[:, None]
     kept, counts = jnp.zeros((len(logits), 0), jnp.int32), jnp.zeros(len(logits), jnp.int32)
+    if allowed is not None:
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+        scaled = jnp.where((allowed[:, ids // 32] >> (ids % 32)) & 1 == 1, scaled, -jnp.inf)
     if filtering:
         order, counts = _kept(scaled, sampling)
         counts = jnp.where(greedy, 0, counts)
@@ -231,6 +242,7 @@ def decode_slots(
     params: Params,
     cache: KeyValueCache,
     table: SlotTable[jax.Array],
+    allowed: jax.Array | None,
     *,
     config: DecoderConfig,
     mesh: Mesh,
@@ -241,10 +253,12 @@ def decode_slots(
     """Decode up to `steps` tokens of each row, all within the first `context` positions.
 
     `table` describes the first slots of each group of devices. `filtering` says whether any row has top_p, top_k or
-    min_p.
+    min_p. With `allowed`, the bits of `choose` for each slot, there is one step.
     """
 
-    def local(params: Params, cache: KeyValueCache, table: SlotTable[jax.Array]) -> tuple[KeyValueCache, SlotTokens]:
+    def local(
+        params: Params, cache: KeyValueCache, table: SlotTable[jax.Array], allowed: jax.Array | None
+    ) -> tuple[KeyValueCache, SlotTokens]:
         rows = table.tokens.shape[0]
 
         def unfinished(carry: tuple[_Decoding, KeyValueCache]) -> jax.Array:
@@ -258,7 +272,8 @@ def decode_slots(
             # A row that is done gets a position past the cache, so it changes nothing there.
             positions = jnp.where(state.active, table.positions + step, context)
             logits, window = decode_step(params, config, window, state.last, positions)
-            choice = choose(logits, table.sampling, table.indices + step, filtering=filtering)
+            indices = table.indices + step
+            choice = choose(logits, table.sampling, indices, filtering=filtering, allowed=allowed)
             ended = jnp.any(choice.tokens[:, None] == table.stop_ids, axis=-1)
             decoding = _Decoding(
                 step=step + 1,
@@ -294,10 +309,10 @@ def decode_slots(
     split = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(REPLICATED, SPLIT, SPLIT),
+        in_specs=(REPLICATED, SPLIT, SPLIT, SPLIT),
         out_specs=(SPLIT, SPLIT),
         axis_names={AXIS},
         check_vma=False,
     )
-    decoded: tuple[KeyValueCache, SlotTokens] = split(params, cache, table)
+    decoded: tuple[KeyValueCache, SlotTokens] = split(params, cache, table, allowed)
     return decoded

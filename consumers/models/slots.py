@@ -8,7 +8,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,16 @@ _Prompts = list[tuple[tuple[int, ...], list[int]]]
 """Prompts without their last tokens, each with the slots of its rows."""
 
 
+class TokenMask(Protocol):
+    """The tokens that may come next in one row. While a row has a mask, all rows decode one token at a call."""
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """A bit for each token that may come next, the lowest first, in words of 32; tokens beyond may not."""
+
+    def accept(self, token: int) -> None:
+        """Note the next token, which is one of the allowed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A sequence to sample after a prompt."""
@@ -59,6 +69,8 @@ class Row:
     min_p: float = 0.0
     stop_ids: Sequence[int] = ()
     """Tokens that end the row; the result includes the stop token."""
+    mask: "TokenMask | None" = None
+    """Constraint on the row's tokens."""
 
 
 class RowTokens(NamedTuple):
@@ -131,6 +143,8 @@ class SlotDecoder:
         """Remove all rows."""
         self._cache = empty_slots(self.config, self._mesh, self._slots_each, self.max_model_len, self._dtype.name)
         self._free = [list(range(self._slots_each)) for _ in range(self._groups)]
+        self._masks: dict[int, TokenMask] = {}
+        """Masks of rows, by slot."""
         self._table: SlotTable[NDArray[Any]] = SlotTable(
             tokens=np.zeros(self.slots, np.int32),
             positions=np.zeros(self.slots, np.int32),
@@ -201,6 +215,7 @@ class SlotDecoder:
     def end(self, slot: int) -> None:
         """Remove the row in a slot before it has ended."""
         self._table.remaining[slot] = 0
+        self._masks.pop(slot, None)
         heapq.heappush(self._free[slot // self._slots_each], slot % self._slots_each)
 
     def routed_experts(self, slot: int, length: int) -> NDArray[Any] | None:
@@ -225,7 +240,9 @@ class SlotDecoder:
         filtering = bool(
             np.any((sampling.top_k[active] > 0) | (sampling.top_p[active] < 1) | (sampling.min_p[active] > 0))
         )
-        sampled = self._decode(params, rows, _fitting(self._length_buckets, furthest), filtering=filtering)
+        allowed = self._allowed()
+        context = _fitting(self._length_buckets, furthest)
+        sampled = self._decode(params, rows, context, filtering=filtering, allowed=allowed)
         places = active // each * rows + active % each
         tokens, logprobs, counts, kept, kept_counts = (np.asarray(array)[places] for array in sampled)
         last = tokens[np.arange(active.size), counts - 1]
@@ -249,7 +266,20 @@ class SlotDecoder:
             results.append(RowTokens(slot, ids[:count], values[:count], reason, among))
             if reason:
                 self.end(slot)
+            elif slot in self._masks:
+                self._masks[slot].accept(ids[0])
         return results
+
+    def _allowed(self) -> NDArray[np.uint32] | None:
+        """Bits of the tokens that may come next in each slot, uint32 [slots, words]; None if no row has a mask."""
+        if not self._masks:
+            return None
+        allowed = np.full((self.slots, -(-self.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for slot, mask in self._masks.items():
+            words = mask.allowed()[: allowed.shape[1]]
+            allowed[slot] = 0
+            allowed[slot, : len(words)] = words
+        return allowed
 
     def sample(self, params: Params, rows: Sequence[Row]) -> list[RowTokens]:
         """Sample rows until they end, as many at a time as there are slots. All slots must be free at the call."""
@@ -284,6 +314,7 @@ class SlotDecoder:
     def _enter(self, rows: Sequence[Row], slots: list[int]) -> None:
         """Write the rows into their slots of the table."""
         table, sampling = self._table, self._table.sampling
+        self._masks |= {slot: row.mask for slot, row in zip(slots, rows, strict=True) if row.mask is not None}
         table.tokens[slots] = [row.prompt[-1] for row in rows]
         table.positions[slots] = [len(row.prompt) - 1 for row in rows]
         table.indices[slots] = 0
@@ -320,8 +351,16 @@ class SlotDecoder:
             mesh=self._mesh,
         )
 
-    def _decode(self, params: Params, rows: int, context: int, *, filtering: bool) -> SlotTokens:
-        """Decode in the first `rows` slots of each group of devices."""
+    def _decode(
+        self,
+        params: Params,
+        rows: int,
+        context: int,
+        *,
+        filtering: bool,
+        allowed: NDArray[np.uint32] | None = None,
+    ) -> SlotTokens:
+        """Decode in the first `rows` slots of each group of devices; one step if some tokens only are allowed."""
 
         def first(array: NDArray[np.generic]) -> NDArray[np.generic]:
             each = array.reshape(self._groups, self._slots_each, *array.shape[1:])[:, :rows]
@@ -331,10 +370,11 @@ class SlotDecoder:
             params,
             self._cache,
             jax.tree.map(first, self._table),
+            None if allowed is None else first(allowed),
             config=self.config,
             mesh=self._mesh,
             context=context,
-            steps=self._steps,
+            steps=self._steps if allowed is None else 1,
             filtering=filtering,
         )
         decoded: SlotTokens = sampled

@@ -45,6 +45,11 @@ class TokenizerFile:
         identifier: int | None = self._tokenizer.token_to_id(token)
         return identifier
 
+    def to_json(self) -> str:
+        """Text of the tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids. End tokens are omitted, other special tokens are kept, unknown ids become U+FFFD."""
         pieces: list[list[int]] = [[]]

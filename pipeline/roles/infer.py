@@ -117,6 +117,7 @@ class FollowedPolicy:
                     top_k=row.request.top_k,
                     min_p=row.request.min_p,
                     stop_ids=(*self._stop_ids, *row.request.stop_token_ids),
+                    mask=row.request.constraint() if row.request.constraint else None,
                 )
                 for row in rows
             ],

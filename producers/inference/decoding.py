@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollstream.topics.errors import RollstreamError
 
 FinishReason = Literal["stop", "length"]
@@ -43,6 +46,16 @@ class SampledSequence(NamedTuple):
     """The tokens among which each token was drawn, the likeliest first; empty if no filter applied."""
 
 
+class TokenMask(Protocol):
+    """The constraint on one answer while it is sampled."""
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Return a bit for each token that may come next, the lowest first, in words of 32; tokens beyond may not."""
+
+    def accept(self, token: int) -> None:
+        """Note the next token, which is one of the allowed."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeRequest:
     """Prompts to decode. Every prompt is a row with its own seed; equal prompts share one prefill."""
@@ -62,6 +75,8 @@ class DecodeRequest:
     """Whether the answer is to have the numbers of the experts, if the model has any."""
     on_tokens: Callable[[int, Sequence[int], Sequence[float]], None] | None = None
     """Called in the engine's thread with the index of a row, its new tokens and their logprobs, before the result."""
+    constraint: Callable[[], TokenMask] | None = None
+    """Called for each row; its tokens are sampled from those that the mask allows."""
     ends: Callable[[Sequence[int], int], bool] | None = None
     """Called in the engine's thread with all tokens of a row that has new tokens, and their number; True ends the row,
     e.g. at a stop string. The tokens may go beyond the end of the stop string."""

@@ -242,6 +242,7 @@ class InferenceServer:
             min_p=parameters.min_p,
             stop_token_ids=sorted(parameters.stop_token_ids),
             routed_experts=parameters.routed_experts,
+            constraint=sampling.constraint,
             on_tokens=on_tokens,
             ends=ends if parameters.stop else None,
         )

@@ -28,3 +28,6 @@ class NamedTokenCodec(TokenCodec, Protocol):
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text in the vocabulary; None if there is no such token."""
+
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.producers.inference.chat import hermes
 from rollstream.producers.inference.chat.conversations import ConversationMemory, last_answer
 from rollstream.producers.inference.chat.template import (
     AssistantMessage,
@@ -23,6 +24,7 @@ from rollstream.producers.inference.chat.template import (
     ToolCall,
     call_object,
 )
+from rollstream.producers.inference.constraints import Constraints
 from rollstream.producers.inference.dialects import fields, sampling_parameters
 from rollstream.producers.inference.dialects.dialect import (
     AnswerHeader,
@@ -58,12 +60,6 @@ def parse_tools(value: Any, choice: Any) -> list[Tool]:
     if value is not None and not isinstance(value, list):
         raise BadRequest("tools must be a list", "tools")
     tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(value or [])]
-    if choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice={fields.shown(choice)} is not supported here, because answers are not constrained; leave it "
-            "out, or use auto or none",
-            "tool_choice",
-        )
     return [] if choice == "none" else tools
 
 
@@ -123,7 +119,6 @@ def _tool(value: Any, place: str) -> Tool:
 
 _OFF = {
     **sampling_parameters.OFF,
-    "response_format": ({"type": "text"},),
     "chat_template": ("",),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -135,7 +130,8 @@ _HARMLESS = sampling_parameters.HARMLESS | {
     "parallel_tool_calls", "reasoning_effort", "verbosity", "include_reasoning", "separate_reasoning",
 }  # fmt: skip
 _READ = {
-    *sampling_parameters.READ, "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs",
+    *sampling_parameters.READ, "messages", "tools", "tool_choice", "response_format", "max_tokens",
+    "max_completion_tokens", "logprobs",
     "top_logprobs", "stream", "stream_options", "return_tokens_as_token_ids", "previous_turn",
     "chat_template_kwargs",
 }  # fmt: skip
@@ -170,6 +166,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         super().__init__(tokenizer, limits)
         self._template = template
         self._memory = memory
+        self._constraints = Constraints(tokenizer, limits.vocab_size, call_markers=hermes.OPEN in template.markers)
         self._stop_ids = frozenset(template.stop_ids) - frozenset(tokenizer.eos_ids)
 
     def parse(self, body: Mapping[str, Any], session: str) -> ChatRequest:
@@ -191,7 +188,12 @@ class ChatCompletions(Dialect[ChatRequest]):
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         max_tokens = sampling_parameters.answer_limit(body, limit, len(prompt), self.limits)
         return ChatRequest(
-            sampling=SamplingRequest(prompts=[prompt], parameters=parameters, max_tokens=max_tokens),
+            sampling=SamplingRequest(
+                prompts=[prompt],
+                parameters=parameters,
+                max_tokens=max_tokens,
+                constraint=self._constraints.of(body, tools),
+            ),
             messages=messages,
             tools=tools,
             variables=variables,

@@ -2,10 +2,11 @@
 it is honoured, or refused in an error that names it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollstream.producers.inference.decoding import TokenMask
 from rollstream.producers.inference.dialects import fields
 from rollstream.producers.inference.dialects.fields import CONTEXT_TOO_LONG, BadRequest
 
@@ -79,6 +80,8 @@ class SamplingRequest:
     prompts: Sequence[Sequence[int]]
     parameters: SamplingParameters
     max_tokens: int
+    constraint: Callable[[], TokenMask] | None = None
+    """Begins the constraint on the form of each answer."""
 
     @property
     def row_prompts(self) -> list[Sequence[int]]:

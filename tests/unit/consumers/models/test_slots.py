@@ -298,3 +298,43 @@ def test_a_row_that_does_not_fit_is_refused_and_none_beside_it_is_started(
     with pytest.raises(PromptRefused, match=message):
         slots.start(params, [*rows_of(), row])
     assert slots.free == slots.slots
+
+
+class _OddOrEven:
+    """Allows odd tokens below 64 after even ones, and even ones after odd ones."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        odd = not self.accepted or self.accepted[-1] % 2 == 0
+        return np.full(2, 0xAAAAAAAA if odd else 0x55555555, np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_a_row_with_a_mask_is_drawn_from_the_allowed_tokens_and_other_rows_are_as_without_it(
+    slots: SlotDecoder, params: decoder.Params, temperature: float, top_k: int
+) -> None:
+    mask = _OddOrEven()
+    rows = rows_of(temperature=temperature, top_k=top_k)
+    alone = finish(slots, params, slots.start(params, rows))
+    masked = Row(prompt=PROMPTS[0], seed=7, max_tokens=10, temperature=temperature, top_k=top_k, mask=mask)
+    started = slots.start(params, [masked, *rows])
+    constrained, *others = finish(slots, params, started)
+    assert [(row.tokens, row.finish_reason) for row in others] == [(row.tokens, row.finish_reason) for row in alone]
+    assert [token % 2 for token in constrained.tokens] == [1, 0] * 5
+    assert mask.accepted == constrained.tokens[:-1]
+    scaled = logits_after(params, [*PROMPTS[0], *constrained.tokens])[len(PROMPTS[0]) - 1 : -1] / (temperature or 1.0)
+    parity = np.arange(scaled.shape[1]) % 2 == (1 - np.arange(10) % 2)[:, None]
+    scaled[~(parity & (np.arange(scaled.shape[1]) < 64))] = -np.inf
+    if not temperature or top_k:
+        assert constrained.tokens == scaled.argmax(-1).tolist()
+    expected = scaled[np.arange(10), constrained.tokens] - np.log(np.exp(scaled).sum(-1))
+    if temperature and top_k:
+        expected[:] = 0
+    np.testing.assert_allclose(constrained.logprobs, expected, atol=1e-4)
+    assert finish(slots, params, slots.start(params, rows))[0].tokens == alone[0].tokens, "its slot has no mask"
