@@ -13,13 +13,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
+Dialect = Literal["chat", "responses"]
+DIALECTS: tuple[Dialect, ...] = typing.get_args(Dialect)
+"""OpenAI's protocols in which a policy can be asked."""
 ChatMessage = Mapping[str, Any]
 """A message in the format of OpenAI's protocol."""
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):\s*")
@@ -204,34 +207,87 @@ class ChatEnvironment(ABC):
 
 
 @asynccontextmanager
-async def policy_at(endpoint: Endpoint, **sampling: Any) -> AsyncIterator[Ask]:
-    """Yield the function that asks the policy at an endpoint, with these sampling parameters."""
+async def policy_at(
+    endpoint: Endpoint, *, max_tokens: int, dialect: Dialect = "chat", **sampling: Any
+) -> AsyncIterator[Ask]:
+    """Yield the function that asks the policy at an endpoint, with these sampling parameters.
+
+    In the dialect `responses` it asks in one conversation, which only grows.
+    """
     import aiohttp  # Imported here, because a learner loads environments, too, and aiohttp reads all certificates.
 
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as session:
-        yield partial(_ask, session, endpoint, sampling)
+        post = partial(_post, session, endpoint)
+        if dialect == "responses":
+            yield _Responses(post, {"max_output_tokens": max_tokens, **sampling}).ask
+        else:
+            yield partial(_ask, post, {"max_tokens": max_tokens, **sampling})
 
 
-async def _ask(
-    session: Any,
-    endpoint: Endpoint,
-    sampling: Mapping[str, Any],
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Mapping[str, Any]],
-) -> ChatReply:
+_Post = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any] | None]]
+
+
+async def _post(session: Any, endpoint: Endpoint, route: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the answer to a body; None if the policy's context has no room for one. Raises PolicyUnreachable."""
     import aiohttp
 
-    body = {"model": endpoint.model, "messages": messages, **({"tools": tools} if tools else {}), **sampling}
     try:
-        async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
+        async with session.post(f"{endpoint.base_url}/{route}", json={"model": endpoint.model, **body}) as response:
             text = await response.text()
     except aiohttp.ClientError as error:
         raise PolicyUnreachable(f"{endpoint.base_url} did not answer: {error!r}") from error
     if response.status == 400 and "context" in text:
-        return ChatReply(truncated=True)
+        return None
     if response.status != 200:
         raise PolicyUnreachable(f"{endpoint.base_url} answered {response.status}: {text[:200]}")
-    choice = json.loads(text)["choices"][0]
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+class _Responses:
+    """Asks in OpenAI's Responses: each request has the new messages, and continues the response before it."""
+
+    def __init__(self, post: _Post, sampling: Mapping[str, Any]) -> None:
+        self._post, self._sampling = post, sampling
+        self._previous: str | None = None
+        self._sent = 0
+
+    async def ask(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> ChatReply:
+        functions = [{"type": "function", "strict": False, **tool["function"]} for tool in tools]
+        # The reply, which the last response holds, follows the messages that were sent.
+        new = [message for message in messages[self._sent :] if message["role"] != "assistant"]
+        body = {"input": [_item(message) for message in new], "previous_response_id": self._previous, **self._sampling}
+        answer = await self._post("responses", {**body, **({"tools": functions} if tools else {})})
+        if answer is None:
+            return ChatReply(truncated=True)
+        self._previous, self._sent = answer["id"], len(messages)
+        items = answer["output"]
+        texts = (part["text"] for item in items if item["type"] == "message" for part in item["content"])
+        calls = (item for item in items if item["type"] == "function_call")
+        return ChatReply(
+            text="".join(texts),
+            calls=tuple(ToolCall(call["name"], call["arguments"], call["call_id"]) for call in calls),
+            truncated=answer["status"] == "incomplete",
+        )
+
+
+def _item(message: ChatMessage) -> Mapping[str, Any]:
+    """Return a message, or the answer of a tool, as an item of the input of a response."""
+    if message["role"] != "tool":
+        return message
+    return {"type": "function_call_output", "call_id": message["tool_call_id"], "output": message["content"]}
+
+
+async def _ask(
+    post: _Post,
+    sampling: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+) -> ChatReply:
+    answer = await post("chat/completions", {"messages": messages, **({"tools": tools} if tools else {}), **sampling})
+    if answer is None:
+        return ChatReply(truncated=True)
+    choice = answer["choices"][0]
     message = choice["message"]
     return ChatReply(
         text=message.get("content") or "",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from rollstream.producers.environments.chat import Chat, Tool, policy_at
+from rollstream.producers.environments.chat import DIALECTS, Chat, Dialect, Tool, policy_at
 from rollstream.producers.environments.environment import Conversation, Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.task import checked_share, printable, split_prompts, text_argument
 from rollstream.topics.errors import ConfigurationError
@@ -58,11 +58,13 @@ class ToolUse:
         temperature: float = 1.0,
         seed: int = 0,
         demonstrated: float = 0.0,
+        dialect: Dialect = "chat",
     ) -> None:
         """`turns` limits the messages of the policy in an episode, and `operands` the numbers of a sum. Without
         `described`, the policy is told the names of the tools but not their arguments, which makes prompts shorter.
-        `demonstrated` is the share of warm-start conversations that are right. Raises ConfigurationError for an
-        unknown kind, limits that allow no number, or a share that is not from 0 to 1.
+        `demonstrated` is the share of warm-start conversations that are right; `dialect` is the protocol in which
+        the policy is asked. Raises ConfigurationError for an unknown kind or dialect, limits that allow no number, or a
+        share that is not from 0 to 1.
         """
         if not kinds or set(kinds) - {"calculator", "database"} or turns < 1:
             raise ConfigurationError(
@@ -74,7 +76,10 @@ class ToolUse:
                 f"the environment {name} has operands {list(operands)}; give the lowest and the highest number of a "
                 "sum, not below 0, e.g. [10, 99]"
             )
+        if dialect not in DIALECTS:
+            raise ConfigurationError(f"the environment {name} has dialect {dialect}; use {' or '.join(DIALECTS)}")
         self.name = name
+        self._dialect: Dialect = dialect
         self.max_tokens = max_tokens
         self.demonstrated = checked_share(name, demonstrated)
         self._turns = turns
@@ -103,7 +108,8 @@ class ToolUse:
             return result
 
         tools = [Tool(schema=t, answer=partial(answer_call, t["function"]["name"])) for t in self._tools]
-        async with policy_at(endpoint, max_tokens=self.max_tokens, temperature=self._temperature) as ask:
+        policy = policy_at(endpoint, max_tokens=self.max_tokens, dialect=self._dialect, temperature=self._temperature)
+        async with policy as ask:
             reply = await Chat(ask, tools).until_answer(prompt.text, turns=self._turns)
         exact = not reply.calls and reply.text.strip() == prompt.answer
         return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})

@@ -1,16 +1,19 @@
 """Tool use: what the tools answer, and how an episode is scored against an address that speaks OpenAI's protocol."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.producers.environments.chat import PolicyUnreachable
-from rollstream.producers.environments.environment import Score
+from rollstream.producers.environments.environment import Endpoint, Prompt, Score
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.topics.errors import ConfigurationError
+from tests.support.producing import serving_http
 from tests.support.scripted_endpoint import call as call_of
 from tests.support.scripted_endpoint import play
 
@@ -115,9 +118,36 @@ def test_a_policy_that_cannot_be_reached_is_a_failure_and_no_reward() -> None:
         played("17+25=", (503, "later"))
 
 
+def test_an_episode_in_responses_continues_each_response() -> None:
+    environment = ToolUse(dialect="responses", max_tokens=50)
+    called = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": '{"e": "17+25"}'}
+    said = {"type": "message", "content": [{"type": "output_text", "text": text} for text in ("4", "2")]}
+    script = iter([("completed", [called]), ("completed", [said])])
+    requests = []
+
+    async def answer(request: web.Request) -> web.Response:
+        requests.append((request.path, await request.json()))
+        status, output = next(script)
+        return web.json_response({"id": f"resp_{len(requests)}", "status": status, "output": output})
+
+    with serving_http(answer) as url:
+        endpoint = Endpoint(base_url=url, api_key="key", model="policy")
+        prompt = Prompt(example_id="p", text="17+25=", answer="42")
+        score = asyncio.run(environment.play(prompt, endpoint))
+    assert score.reward == 1.0
+    assert [path for path, _body in requests] == ["/v1/responses"] * 2
+    first, second = (body for _path, body in requests)
+    assert first["input"] == [{"role": "user", "content": "17+25="}]
+    assert (first["previous_response_id"], second["previous_response_id"]) == (None, "resp_1")
+    assert second["input"] == [{"type": "function_call_output", "call_id": "c1", "output": "42"}]
+    assert [(tool["type"], tool["name"]) for tool in second["tools"]] == [("function", "calc")]
+    assert (second["max_output_tokens"], second["temperature"], second["model"]) == (50, 1.0, "policy")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"dialect": "morse"}, "dialect morse; use chat or responses"),
         ({"kinds": ("abacus",)}, "abacus"),
         ({"operands": (5, 5)}, "operands"),
         ({"operands": (-1, 5)}, "operands"),
