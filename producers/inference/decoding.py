@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from numpy.typing import NDArray
-
 import numpy as np
 from numpy.typing import NDArray
 

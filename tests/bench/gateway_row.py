@@ -18,6 +18,7 @@ from aiohttp import web
 
 from tests.bench.measure import LatencyRow, Settings, percentile
 from tests.bench.runs import prepared
+from tests.support.agents import supervised_gateway
 from tests.support.gateways import GatewayUnderTest, gateway
 from tests.support.producing import serving_http
 
@@ -138,6 +139,18 @@ def _costs(under_test: GatewayUnderTest, base_urls: list[str], raw_url: str, dia
     return 1000 * (percentile(latencies, 50) - percentile(raw, 50)), 1000 * cpu_s / len(latencies)
 
 
+def _restart(settings: Settings, run: str, url: str) -> tuple[float, float]:
+    """Seconds from kill -9 of a gateway until the process that its supervisor starts again is ready, the supervisor's
+    pause of half a second included, and the CPU time of that process in seconds."""
+    with supervised_gateway(settings.kafka, run, url, settings.directory) as under_test:
+        supervisor, name = under_test.supervisor, "gateway-0"
+        killed = supervisor.kill(name)
+        began = time.perf_counter()
+        under_test.until(lambda: supervisor.is_ready(name) and supervisor.pids[name] != killed, "its restart")
+        times = psutil.Process(supervisor.pids[name]).cpu_times()
+        return time.perf_counter() - began, times.user + times.system
+
+
 def _started(under_test: GatewayUnderTest, count: int) -> list[str]:
     groups = [under_test.start_session(group_size=1) for _ in range(count)]
     return [group["base_url"] for group in groups]
@@ -166,6 +179,7 @@ def measure(settings: Settings) -> LatencyRow:
             rates.append(_sessions(_started(under_test, sessions), _AT_ONCE)[1])
             for dialect, values in others.items():
                 values.append(_costs(under_test, _started(under_test, sessions), url, dialect))
+        restarts = [_restart(settings, run, url) for _repetition in range(settings.repetitions)]
     added = median(percentile(o, 50) - percentile(r, 50) for o, r in zip(ours, raw, strict=True))
     return LatencyRow(
         name="gateway",
@@ -177,6 +191,8 @@ def measure(settings: Settings) -> LatencyRow:
             "p50 added ms": 1000 * added,
             **{f"p50 added ms, {dialect}": median(ms for ms, _cpu in values) for dialect, values in others.items()},
             **{f"CPU ms a call, {dialect}": median(cpu for _ms, cpu in values) for dialect, values in others.items()},
+            "restart s": min(wall for wall, _cpu in restarts),
+            "restart CPU s": min(cpu for _wall, cpu in restarts),
             "calls/s": median(rates),
             "raw calls/s": median(raw_rates),
         },
