@@ -62,10 +62,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("java", "container"),
         help="what the tests' broker runs in (default: KAFKA_BOOTSTRAP_SERVERS if set, else java)",
     )
+    parser.addoption(
+        "--kafka-version", help="version of the brokers that tests start, with jars from Maven, e.g. 4.0.2"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(ROOT))
+    if version := config.getoption("--kafka-version"):
+        from tests.support.kafka_versions import kafka_home
+
+        os.environ["KAFKA_HOME"] = str(kafka_home(version))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -5,7 +5,6 @@ broker's log.
 """
 
 import re
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +23,12 @@ from confluent_kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from rollstream.infra.broker.kafka_protocol import broker_answers
 from rollstream.infra.broker.launch_commands import prepare
 from rollstream.infra.broker.ports import free_ports
 from rollstream.infra.broker.providers import choose_local
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from tests.support.certificates import HOST, Authority, Pair
+from tests.support.kafka_versions import running_broker
 from tests.support.waiting import eventually
 
 MECHANISM = "SCRAM-SHA-512"
@@ -150,28 +149,16 @@ def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
         text = re.sub(rf"^({name}=.*)$", rf"\1{more}", text, flags=re.MULTILINE)
     # The writer of properties has escaped the line ends that PEM in one line needs.
     layout.properties.write_text(text.replace("\\\\n", "\\n"))
-    with layout.log.open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        try:
-            eventually(
-                lambda: broker_answers(HOST, port) or process.poll() is not None, 180, "the secured broker to answer"
-            )
-            assert process.poll() is None, layout.log.read_text()[-3000:]
-            yield SecuredBroker(
-                open=f"{HOST}:{port}",
-                secured=f"{HOST}:{secured}",
-                certified=f"{HOST}:{certified}",
-                expired=f"{HOST}:{expired}",
-                authority=authority.certificate,
-                signer=authority,
-                log=layout.log,
-            )
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
+    with running_broker(command, layout.log, port):
+        yield SecuredBroker(
+            open=f"{HOST}:{port}",
+            secured=f"{HOST}:{secured}",
+            certified=f"{HOST}:{certified}",
+            expired=f"{HOST}:{expired}",
+            authority=authority.certificate,
+            signer=authority,
+            log=layout.log,
+        )
 
 
 def _identity(prefix: str, pair: Pair) -> dict[str, str]:
