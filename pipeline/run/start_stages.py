@@ -21,8 +21,6 @@ from rollstream.pipeline.run.supervised_role import RoleSpec
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.files.atomic_files import write_json
 
-_LEAST_S = 1.0
-"""Time before which a count says nothing about the rest."""
 _COUNTS = re.compile(r"(\d+) of (\d+)")
 
 
@@ -37,6 +35,14 @@ class Stage:
     text: str = "starting"
     ready_s: float | None = None
     """How long it took; None until it is ready."""
+    counted: tuple[float, int] | None = None
+    """When its first stage that counts was at which number."""
+
+    def note(self, text: str, now: float) -> None:
+        """Note a progress line."""
+        self.text = text
+        if self.counted is None and (counts := _COUNTS.search(text)):
+            self.counted = now, int(counts[1])
 
     def share(self, now: float) -> float | None:
         """Return the share that is done: as its stage counts, or by the time of last time; None if unknown."""
@@ -51,12 +57,24 @@ class Stage:
         """Return how long it takes, in words."""
         if self.ready_s is not None:
             return f"ready after {self.ready_s:.1f} s"
-        elapsed, share = now - self.began, self.share(now)
-        usual_s = self.usual_s or (elapsed / share if share and elapsed >= _LEAST_S else None)
-        if usual_s is None:
-            return f"{elapsed:.0f} s"
-        left = usual_s - elapsed
-        return f"{elapsed:.0f} s, about {left:.0f} s left" if left > 0 else f"{elapsed:.0f} s, usually {usual_s:.0f} s"
+        elapsed = now - self.began
+        if self.usual_s is None:
+            left_s = self._counted_left_s(now)
+            return f"{elapsed:.0f} s" + (f", about {left_s:.0f} s left" if left_s else "")
+        left = self.usual_s - elapsed
+        return (
+            f"{elapsed:.0f} s, about {left:.0f} s left"
+            if left > 0
+            else f"{elapsed:.0f} s, usually {self.usual_s:.0f} s"
+        )
+
+    def _counted_left_s(self, now: float) -> float | None:
+        """Return how long the stage goes on at the rate so far; None if that is not known."""
+        counts = _COUNTS.search(self.text)
+        if self.counted is None or counts is None or int(counts[1]) <= self.counted[1]:
+            return None
+        since, first = self.counted
+        return (now - since) / (int(counts[1]) - first) * (int(counts[2]) - int(counts[1]))
 
 
 class StartStages:
@@ -81,7 +99,7 @@ class StartStages:
     def note(self, role: str, progress: str) -> None:
         """Note a progress line of a role's start."""
         if role in self.stages:
-            self.stages[role].text = progress
+            self.stages[role].note(progress, self._clock())
         if self._say is not None and not self._display.on_terminal:
             self._say(f"{role}: {progress}")
 

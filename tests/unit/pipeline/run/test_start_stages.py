@@ -87,9 +87,10 @@ def test_damaged_times_of_last_time_are_no_times(tmp_path: Path, damaged: bytes)
         (Stage(0.0), None, "5 s"),
         (Stage(0.0, usual_s=20.0), 0.25, "5 s, about 15 s left"),
         (Stage(0.0, usual_s=4.0), 0.99, "5 s, usually 4 s"),
-        (Stage(0.0, text="warm start, update 30 of 60, loss 2.1"), 0.5, "5 s, about 5 s left"),
-        (Stage(0.0, text="warm start, update 0 of 60"), 0.0, "5 s"),
-        (Stage(4.5, text="warm start, update 1 of 60"), 1 / 60, "0 s"),
+        (Stage(0.0, text="update 30 of 60, loss 2.1", counted=(3.0, 10)), 0.5, "5 s, about 3 s left"),
+        (Stage(0.0, text="update 60 of 60", counted=(3.0, 10)), 1.0, "5 s"),
+        (Stage(0.0, text="update 0 of 60", counted=(3.0, 0)), 0.0, "5 s"),
+        (Stage(0.0, text="update 30 of 60"), 0.5, "5 s"),
         (Stage(0.0, text="compiling 4 rows of 64 tokens"), None, "5 s"),
         (Stage(0.0, text="0 of 0"), None, "5 s"),
         (Stage(0.0, usual_s=9.0, ready_s=3.21), 1.0, "ready after 3.2 s"),
@@ -98,3 +99,11 @@ def test_damaged_times_of_last_time_are_no_times(tmp_path: Path, damaged: bytes)
 def test_shares_and_estimates(stage: Stage, share: float | None, estimate: str) -> None:
     assert stage.share(5.0) == share
     assert stage.estimate(5.0) == estimate
+
+
+def test_a_stage_that_counts_is_timed_from_its_first_number() -> None:
+    stage = Stage(0.0)
+    stage.note("compiling", 30.0)
+    stage.note("update 1 of 5", 40.0)
+    stage.note("update 3 of 5", 50.0)
+    assert stage.estimate(50.0) == "50 s, about 10 s left"
