@@ -48,7 +48,7 @@ def test_ce_and_dpo_have_the_loss_and_the_gradient_of_trl(tmp_path: Path) -> Non
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(tokens))
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference" / huggingface.CONFIG).write_text((tmp_path / "model" / huggingface.CONFIG).read_text())
-    params = huggingface.load(tmp_path / "model", model)
+    params = {name: np.float32(array) for name, array in huggingface.load(tmp_path / "model", model).items()}
     frozen = {
         name: (array + 0.02 * draw.normal(size=array.shape) * random_parameters(model)[name]).astype(np.float32)
         for name, array in params.items()
@@ -94,4 +94,4 @@ def test_ce_and_dpo_have_the_loss_and_the_gradient_of_trl(tmp_path: Path) -> Non
         expected = huggingface.load(tmp_path / name, model)
         assert set(expected) == set(gradient)
         for key, array in expected.items():
-            np.testing.assert_allclose(gradient[key], array, rtol=2e-3, atol=2e-6, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(gradient[key], array, rtol=2e-3, atol=1e-5, err_msg=f"{name}: {key}")
