@@ -1,8 +1,9 @@
 """Rows of rollouts on the way from the process that makes them to the process that uses them: written, then read back.
 
 `stream-pipelinerl` compares with PipelineRL's streams, if ROLLSTREAM_PIPELINERL names a Python that has them, and
-`stream-transferqueue` with TransferQueue, if ROLLSTREAM_TRANSFERQUEUE does. One process does both halves; processor
-time is that of this process, without the broker's or that of other storage.
+`stream-transferqueue` with TransferQueue, if ROLLSTREAM_TRANSFERQUEUE does. `queue-on-log` compares a TransferQueue
+whose data lies on the log with one whose data lies in memory. One process does both halves; processor time is that of
+this process, without the broker's or that of other storage.
 """
 
 import os
@@ -38,7 +39,27 @@ _PEERS = {
 
 def rows() -> dict[str, Callable[[Settings], Row]]:
     """Return the rows whose peers are installed."""
-    return {name: _row(name) for name, (variable, _module, _does) in _PEERS.items() if variable in os.environ}
+    own = {"queue-on-log": _queue_on_log} if _PEERS["stream-transferqueue"][0] in os.environ else {}
+    return own | {name: _row(name) for name, (variable, _module, _does) in _PEERS.items() if variable in os.environ}
+
+
+def _queue_on_log(settings: Settings) -> Row:
+    variable, module, baseline = _PEERS["stream-transferqueue"]
+    with prepared(settings, "queue") as run:
+        ours, raw = interleaved(
+            settings.repetitions,
+            lambda: in_child(module, settings, run, python=os.environ[variable]),
+            lambda: in_child(module, settings, "", python=os.environ[variable]),
+        )
+    return Row(
+        name="queue-on-log",
+        what="put rollouts into a TransferQueue on the log, by groups, and get them",
+        baseline=baseline,
+        size_bytes=len(material.encoded(settings)[0][1]),
+        tokens=settings.tokens,
+        ours=ours,
+        raw=raw,
+    )
 
 
 def _row(name: str) -> Callable[[Settings], Row]:

@@ -1,7 +1,7 @@
-"""Baseline of `stream-transferqueue`: TransferQueue with its default storage, in a Python that has it.
+"""TransferQueue with its default storage, or on the log of a run, in a Python that has it, for rows of streams.
 
-Controller and storage are actors of Ray in processes of their own, in which data stays in memory. A group of rollouts
-is put at once, and later got by its keys.
+Controller and storage are actors of Ray in processes of their own; by default, data stays in their memory. A group of
+rollouts is put at once, and later got by its keys.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from tests.bench.measure import Stopwatch, Timing
@@ -58,7 +59,13 @@ def main(arguments: dict[str, Any]) -> None:
     print("ready", flush=True)
     # Ray starts no more actors than there are processors; the queue has a controller and two storages.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    transfer_queue.init()
+    if arguments["run"]:
+        import rollstream.consumers.trainers.transfer_queue  # noqa: F401 -- makes the backend known
+
+        ours = {"run": arguments["run"], "kafka": {"bootstrap_servers": arguments["bootstrap_servers"]}}
+        transfer_queue.init(OmegaConf.create({"backend": {"storage_backend": "Rollstream", "Rollstream": ours}}))
+    else:
+        transfer_queue.init()
     try:
         print(json.dumps(measure(*(arguments[name] for name in ("rollouts", "tokens", "group_size")))._asdict()))
     finally:

@@ -1,4 +1,4 @@
-"""TransferQueue and Ray as they are, with data on the log: kill -9 and speed, beside their own storage in memory."""
+"""TransferQueue and Ray as they are, with data on the log: kill -9 and answers, beside their own storage in memory."""
 
 import json
 import os
@@ -89,10 +89,17 @@ def test_a_checkpoint_restores_what_was_consumed_and_the_log_what_was_put_since(
     assert printed[-1]["ready"] == SIZE * (GROUPS - 2)
 
 
-def test_the_log_is_put_and_got_at_a_stated_share_of_the_speed_of_memory(run: RealRun) -> None:
-    code, printed, errors = drive(run, do="rates", size=64, length=8192, turns=2, repeats=4)
+def test_the_calls_of_nemo_rl_and_of_verl_are_answered_as_by_storage_in_memory(run: RealRun) -> None:
+    """Without their packages: the calls that NeMo-RL's TQDataPlaneClient and verl's agent loop and trainer make."""
+    code, printed, errors = drive(run, do="contract")
     assert code == 0, errors
-    [rates] = printed
-    print(json.dumps(rates))
-    for way in ("put", "get"):
-        assert rates["log"][way] > 0.02 * rates["memory"][way], rates
+    memory, log = printed
+    assert (memory.pop("backend"), log.pop("backend")) == ("memory", "log")
+    assert log == memory
+    nemo, verl = log["nemo_rl"], log["verl"]
+    print(json.dumps(log))
+    assert nemo["claims"][0]["keys"] == [], "no sample has the field of the later stage yet"
+    assert sorted(key for claimed in nemo["claims"][:3] for key in claimed["keys"]) == ["a", "b", "c"]
+    assert nemo["consumed"] == [True, False]
+    assert verl["listed"]["p"]["status"] == "finished"
+    assert nemo["left"] == verl["left"] == {}

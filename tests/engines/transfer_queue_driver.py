@@ -4,11 +4,11 @@
 them knows what was put.
 """
 
+import asyncio
 import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,34 +114,112 @@ def same(got: TensorDict, put: TensorDict) -> bool:
     return True
 
 
-def rates(task: dict[str, Any]) -> None:
-    """Measure bytes put and got in a second with each backend, in turns, and print the best of each."""
-    rows = {"tokens": torch.int32, "logprobs": torch.float32}
-    data = TensorDict({n: torch.zeros(task["size"], task["length"], dtype=t) for n, t in rows.items()}, [task["size"]])
-    names = [str(number) for number in range(task["size"])]
-    size_bytes = sum(data[name].nbytes for name in rows)
-    best = {name: {"put": 0.0, "get": 0.0} for name in ("memory", "log")}
-    for turn in range(task["turns"]):
-        for name, rate in best.items():
-            queue(task, name)
-            transfer_queue.kv_batch_put(names, "warm", data)
-            for repeat in range(task["repeats"]):
-                begin = time.perf_counter()
-                transfer_queue.kv_batch_put(names, f"turn-{turn}-{repeat}", data)
-                middle = time.perf_counter()
-                got = transfer_queue.kv_batch_get(names, f"turn-{turn}-{repeat}")
-                end = time.perf_counter()
-                assert len(got) == task["size"]
-                rate["put"] = max(rate["put"], size_bytes / (middle - begin))
-                rate["get"] = max(rate["get"], size_bytes / (end - middle))
-            transfer_queue.close()
-    print(json.dumps({"size_bytes": size_bytes, **best}), flush=True)
+def contract(task: dict[str, Any]) -> None:
+    """Make the calls of NeMo-RL's adapter and of verl's trainers with each backend, and print what each answers."""
+    for name in ("memory", "log"):
+        queue(task, name, polling=True)
+        print(json.dumps({"backend": name, "nemo_rl": as_nemo_rl(), "verl": as_verl()}), flush=True)
+        transfer_queue.close()
+
+
+def as_nemo_rl() -> dict[str, Any]:
+    """The calls of its TQDataPlaneClient: a partition's fields are registered by a row that is cleared at once, later
+    stages add fields to samples, tasks claim what is ready, and everything is read and cleared by keys."""
+    client, partition, names = transfer_queue.get_client(), "step_0", ["a", "b", "c"]
+    columns = ("input_ids", "input_lengths", "reward", "text", "advantages")
+    placeholder = client.put(
+        data=TensorDict({column: torch.zeros(1) for column in columns}, batch_size=[1]), partition_id=partition
+    )
+    client.clear_samples(metadata=placeholder)
+    ragged = [torch.arange(length, dtype=torch.int64) for length in (2, 4, 3)]
+    rollouts = {
+        "input_ids": torch.nested.as_nested_tensor(ragged, layout=torch.jagged),
+        "input_lengths": torch.tensor([2, 4, 3]),
+        "reward": torch.tensor([0.5, 1.0, 0.0], dtype=torch.bfloat16),
+        "text": NonTensorStack("x", "y", "z"),
+    }
+    tags = [{"input_lengths": len(row), "group_id": "g"} for row in ragged]
+    transfer_queue.kv_batch_put(
+        keys=names, partition_id=partition, fields=TensorDict(rollouts, batch_size=3).detach(), tags=tags
+    )
+    claims = [claim(partition, "train", ["input_ids", "advantages"], 3)]
+    for keys, value in (([names[0], names[2]], 1.0), ([names[1]], 2.0)):
+        stage = TensorDict({"advantages": torch.full((len(keys), 4), value)}, batch_size=len(keys))
+        transfer_queue.kv_batch_put(keys=keys, partition_id=partition, fields=stage, tags=[{} for _ in keys])
+        claims.append(claim(partition, "train", ["input_ids", "advantages"], 3))
+    claims.append(claim(partition, "log_probs", ["input_ids"], 2))
+    consumed = [
+        client.check_consumption_status(task_name=task, partition_id=partition) for task in ("train", "log_probs")
+    ]
+    read = transfer_queue.kv_batch_get(keys=names[::-1], partition_id=partition, select_fields=list(columns))
+    listed = transfer_queue.kv_list(partition_id=partition)[partition]
+    transfer_queue.kv_clear(keys=list(listed), partition_id=partition)
+    left = (transfer_queue.kv_list(partition_id=partition) or {}).get(partition, {})
+    return {"claims": claims, "consumed": consumed, "read": plain(read), "listed": listed, "left": left}
+
+
+def claim(partition: str, task: str, columns: list[str], size: int) -> dict[str, Any]:
+    """Claim what is ready for a task."""
+    client = transfer_queue.get_client()
+    meta = client.get_meta(
+        data_fields=columns, batch_size=size, partition_id=partition, task_name=task, mode="fetch", sampling_config={}
+    )
+    if not meta.size:
+        return {"keys": [], "tags": []}
+    keys = client.kv_retrieve_keys(global_indexes=list(meta.global_indexes), partition_id=partition)
+    return {"keys": keys, "tags": list(meta.custom_meta or [])}
+
+
+def as_verl() -> dict[str, Any]:
+    """The calls of its agent loop and trainer: a prompt's state lies in tags, its sessions are put as they end, and the
+    trainer reads and extends what a put's metadata names."""
+    partition = "train"
+    transfer_queue.kv_batch_put(keys=["p"], partition_id=partition, tags=[{"is_prompt": True, "status": "pending"}])
+
+    async def sessions() -> Any:
+        await transfer_queue.async_kv_put(key="p", partition_id=partition, tag={"status": "running"})
+        ended = [{"responses": torch.arange(n, dtype=torch.int64), "rm": torch.tensor([float(n)])} for n in (2, 3)]
+        columns = {
+            "responses": torch.nested.as_nested_tensor([row["responses"] for row in ended], layout=torch.jagged),
+            "rm_scores": torch.stack([row["rm"] for row in ended]),
+        }
+        meta = await transfer_queue.async_kv_batch_put(
+            keys=["p_0_0", "p_1_0"],
+            partition_id=partition,
+            fields=TensorDict(columns, batch_size=2),
+            tags=[{"is_prompt": False, "seq_len": 2}, {"is_prompt": False, "seq_len": 3}],
+        )
+        await transfer_queue.async_kv_put(key="p", partition_id=partition, tag={"status": "finished"})
+        return meta
+
+    meta = asyncio.run(sessions())
+    read = transfer_queue.kv_batch_get_by_meta(meta, select_fields=["responses", "rm_scores"])
+    values = TensorDict({"values": torch.tensor([[1.0], [2.0]])}, batch_size=2)
+    transfer_queue.kv_batch_put(keys=list(meta.keys), partition_id=partition, fields=values, tags=[{}, {}])
+    again = transfer_queue.kv_batch_get(keys=list(meta.keys), partition_id=partition)
+    listed = transfer_queue.kv_list(partition_id=partition)[partition]
+    transfer_queue.kv_clear(keys=list(listed), partition_id=partition)
+    left = (transfer_queue.kv_list(partition_id=partition) or {}).get(partition, {})
+    return {"read": plain(read), "again": plain(again), "listed": listed, "left": left}
+
+
+def plain(data: TensorDict) -> dict[str, list[Any]]:
+    """The rows of each field: dtype, shape and values of tensors, and other values as they are."""
+    rows: dict[str, list[Any]] = {}
+    for name in sorted(data.keys()):
+        rows[name] = [
+            [str(row.dtype), list(row.shape), row.tolist()]
+            if isinstance(row, torch.Tensor)
+            else getattr(row, "data", row)
+            for row in data[name]
+        ]
+    return rows
 
 
 def main(task: dict[str, Any]) -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    if task["do"] == "rates":
-        rates(task)
+    if task["do"] == "contract":
+        contract(task)
     else:
         queue(task, task["backend"], polling=True)
         {"put": put, "get": get}[task["do"]](task)
