@@ -113,7 +113,7 @@ function Strip({ tokens, from, start }) {
 function textOf(tokens, i) {
   const text = tokens.texts?.[i];
   if (text === undefined || text === null) return String(tokens.ids[i]);
-  return text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "\u00a0");
+  return text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
 }
 
 /**
