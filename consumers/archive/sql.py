@@ -69,7 +69,10 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         "each token of rollouts archived with --arrays: log-probability, and text by the run's newest tokenizer",
         """
         with newest as (select run, arg_max(tokenizer, "offset") as tokenizer from vocabulary group by run),
-        texts as (select distinct run, token, text from vocabulary natural join newest),
+        texts as (
+            select distinct v.run, v.token, v.text
+            from vocabulary v join newest n on n.run = v.run and n.tokenizer = v.tokenizer
+        ),
         each as (
             select run, environment, "partition", "offset", uid, unnest(range(len(tokens))) as position,
                    unnest(tokens) as token, unnest(loss_mask) as sampled, unnest(logprobs) as logprob
