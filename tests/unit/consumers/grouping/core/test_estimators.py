@@ -51,6 +51,7 @@ INDEPENDENT: dict[str, Callable[[Array, Array], Array]] = {
     "reinforce_pp": lambda r, n: r - r.mean(),
     "reinforce_pp_global": lambda r, n: r,
     "best": lambda r, n: np.eye(len(r))[r.argmax()] * (r.max() > 0),
+    "best_worst": lambda r, n: np.eye(len(r))[r.argmax()] - np.eye(len(r))[r.argmin()],
 }
 
 
@@ -65,7 +66,7 @@ def over_tokens(advantages: Array, tokens: NDArray[np.int64]) -> Array:
 def test_every_estimator_has_an_independent_formula() -> None:
     assert set(INDEPENDENT) == set(ESTIMATORS)
     assert [name for name, how in ESTIMATORS.items() if how.over_batch] == ["reinforce_pp", "reinforce_pp_global"]
-    assert {*BASED, "reinforce_pp_global", "best"} == set(ESTIMATORS)
+    assert {*BASED, "reinforce_pp_global", "best", "best_worst"} == set(ESTIMATORS)
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -107,6 +108,8 @@ def test_normalising_over_a_batch_agrees_with_its_formula_token_by_token(batch: 
         ("best", [1, 3, 2, 3], [0, 1, 0, 0]),
         ("best", [0.5, 0.5], [1, 0]),
         ("best", [0, -1, 0], [0, 0, 0]),
+        ("best_worst", [1, 3, 1, 3], [-1, 1, 0, 0]),
+        ("best_worst", [2, 2], [0, 0]),
     ],
 )
 def test_an_estimator_on_a_case_computed_by_hand(name: str, values: list[float], expected: list[float]) -> None:
@@ -126,7 +129,8 @@ def test_normalising_over_a_batch_on_cases_computed_by_hand() -> None:
 def test_a_member_s_advantage_does_not_depend_on_the_order_of_the_others(
     name: str, group: list[tuple[float, int]], data: st.DataObject
 ) -> None:
-    assume(name != "best" or len({reward for reward, _length in group}) == len(group))  # It takes the first of equals.
+    # These take the first of equals.
+    assume(name not in {"best", "best_worst"} or len({reward for reward, _length in group}) == len(group))
     order = data.draw(st.permutations(range(len(group))))
     shuffled = [group[i] for i in order]
     before = within(name, *map(list, zip(*group, strict=True)))  # type: ignore[arg-type]
