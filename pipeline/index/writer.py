@@ -209,7 +209,8 @@ class IndexWriter(Closing):
         at = self._at
         if self._ingest is None and self._path.exists():
             with closing(sqlite_files.reader(self._path)) as db:
-                at = positions_of(db, self._layer)
+                # Another process may have created the file, and its tables not yet.
+                at = positions_of(db, self._layer) if sqlite_files.identity_of(db) else {}
         return {place: end - at.get(place, 0) for place, end in ends.items() if at.get(place, 0) < end}
 
     def _restart(self) -> None:

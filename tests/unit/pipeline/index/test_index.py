@@ -1,6 +1,7 @@
 """An index gives the same answers however its records were portioned, and treats queries and records as mere data."""
 
 import base64
+import fcntl
 import itertools
 import json
 import math
@@ -31,7 +32,7 @@ from rollstream.pipeline.index.rollout_query import RolloutFilter
 from rollstream.pipeline.index.run_index import RunIndex
 from rollstream.pipeline.index.writer import IndexWriter
 from rollstream.pipeline.ui.server.answers import json_text
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk as PolicyChunk
@@ -173,6 +174,18 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
         while second.poll():
             pass
         assert second.owned
+
+
+def test_an_index_that_another_process_is_creating_has_no_records_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
+    path = tmp_path / "index.sqlite"
+    path.touch()  # SQLite creates a file before its tables.
+    with path.with_name(f"{path.name}.lock").open("w") as owner, IndexWriter(path, ListedLog(made(1))) as second:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineExceeded, match="was not read to its end"):
+            second.catch_up()
 
 
 def test_an_index_of_other_topics_is_refused_while_another_process_fills_it(tmp_path: Path) -> None:
