@@ -4,7 +4,6 @@ Delivery: each batch is trained on once, whatever is killed. A checkpoint holds 
 the index in one file; steps after it are executed again, on the same batches, and must match the record.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +22,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records import LearnerStep
+from rollstream.topics.files.atomic_files import replacing
 
 CLIPPED = ("ppo_clip", "grpo", "dr_grpo", "dapo")
 """Losses that share the clipped surrogate of PPO; `policy_loss` has these and `ce`."""
@@ -266,7 +265,10 @@ class TorchLearner(Closing):
         return metrics
 
     def save(self) -> None:
-        """Replace the checkpoint as a whole. Every process calls it; it returns once the file is there."""
+        """Replace the checkpoint as a whole. Every process calls it; it returns once the file is on disk.
+
+        Raises StoreError if it cannot be written.
+        """
         if self.process == 0:
             state = {
                 "step": self.step,
@@ -274,10 +276,8 @@ class TorchLearner(Closing):
                 "model": self._model.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
             }
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(".unfinished")
-            torch.save(state, unfinished)
-            os.replace(unfinished, self._path)
+            with replacing(self._path) as file:
+                torch.save(state, file)
         if self._distributed:
             torch.distributed.barrier()
         self._saved_step = self.step
@@ -286,12 +286,12 @@ class TorchLearner(Closing):
         """Close the clients; save first, if steps since the last checkpoint must not be executed again."""
         self._stack.close()
 
-    def _record(self, read: ReadBatch, metrics: Mapping[str, float]) -> LearnerStep | None:
+    def _record(self, read: ReadBatch, metrics: Mapping[str, float]) -> None:
         """Put the step on record before any checkpoint can name it, so that a saved step is always on the log."""
         if self._writer is None:
-            return None
+            return
         # Until a save is complete, the program may have to resume from the checkpoint before it.
-        return self._writer.record([read], self._arrays(), metrics=metrics, oldest_checkpoint=self._saved_step)
+        self._writer.record([read], self._arrays(), metrics=metrics, oldest_checkpoint=self._saved_step)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         # Parameters that share memory, such as a tied head, are named once.
