@@ -105,7 +105,8 @@ def newest_tokenizer(messages: Iterable[KafkaRecord]) -> RunTokenizer | None:
 def _joined(parts: Mapping[int, TokenizerPart]) -> RunTokenizer | None:
     """Return the tokenizer that its records hold; None if some are missing, or its files differ from the digest."""
     ordered = [part for _number, part in sorted(parts.items())]
-    if sorted(parts) != list(range(ordered[0].parts)):
+    # Without a list of as many numbers as a record claims.
+    if ordered[0].parts != len(parts) or sorted(parts) != list(range(len(parts))):
         return None
     files: dict[str, bytearray] = {}
     for part in ordered:

@@ -46,7 +46,11 @@ def damaged(parts: Sequence[TokenizerPart]) -> list[TokenizerPart]:
     return [*parts, TokenizerPart(**vars(whole) | {"data": whole.data[1:]})]
 
 
+def claiming(parts: int) -> list[TokenizerPart]:
+    return [TokenizerPart(**vars(part) | {"parts": parts}) for part in parts_of(tokenizer("b"))]
+
+
 def test_a_tokenizer_that_is_not_whole_or_differs_from_its_digest_does_not_count() -> None:
     first, second = tokenizer("a"), tokenizer("b")
-    for newer in (parts_of(second)[:-1], parts_of(second)[1:], damaged(parts_of(second))):
+    for newer in (parts_of(second)[:-1], parts_of(second)[1:], damaged(parts_of(second)), claiming(2**50)):
         assert newest_tokenizer(messages(*parts_of(first), *newer)) == first
