@@ -97,7 +97,13 @@ def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) ->
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(f"libtpu does not know the topology {topology!r}: {_first_line(error)}") from error
     step = TrainStep(replace(config, attention=_attention(config)), build_mesh(config.mesh, devices))
-    functions = tuple(_compiled(name, lowered, _QUICK if quick else None) for name, lowered in step.lower().items())
+    # JAX cannot read a function for absent devices back from its compile cache: none is written there.
+    cached_from_s = jax.config.jax_persistent_cache_min_compile_time_secs  # type: ignore[attr-defined]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))  # type: ignore[no-untyped-call]
+    try:
+        functions = tuple(_compiled(name, lowered, _QUICK if quick else None) for name, lowered in step.lower().items())
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", cached_from_s)  # type: ignore[no-untyped-call]
     state = step.abstract_state()
     params, everything = _held_bytes(state.params), _held_bytes(state)
     frozen = params if config.reference not in ("", "carried") else 0
