@@ -7,8 +7,10 @@ of a readable index record.
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
+from rollstream.consumers.array_fetcher import ArrayFetcher
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, StateRefused, TopicError
@@ -61,9 +63,12 @@ class ReadBatch:
     round: tuple[IndexedBatch, ...]
     """Entries between `begin` and `position`, one for each process."""
 
+    missing: Mapping[int, str] = field(default_factory=dict)
+    """Rows with an array that is missing in its store or damaged there, with the reason."""
+
     def examples(self) -> list[RLExample]:
-        """The rows of the batch as examples."""
-        return examples_of(self.batch)
+        """The rows of the batch as examples, without those that lack an array."""
+        return [example for row, example in enumerate(examples_of(self.batch)) if row not in self.missing]
 
 
 def first_offset(kafka: KafkaConfig, run: str) -> int:
@@ -251,8 +256,10 @@ class BatchReader(Closing):
         process: int = 0,
         processes: int = 1,
         wait_s: float = 60.0,
+        arrays: Collection[str] = (),
     ) -> None:
-        """Start at index offset `start`; wait up to `wait_s` for a batch that the index already names.
+        """Start at index offset `start`; wait up to `wait_s` for a batch that the index already names. `arrays` names
+        the arrays to fetch from the store if they lie there.
 
         Raises TopicError if the index begins after `start`; `first_offset` returns its first offset.
         """
@@ -261,6 +268,7 @@ class BatchReader(Closing):
         self._process, self._processes = process, processes
         self._index = IndexReader(kafka, run, start)
         self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s)
+        self._arrays = ArrayFetcher(kafka, run, arrays, wait_s=wait_s)
         self._round: list[IndexedBatch] = []
         self.position = start
         """Offset at which to restart readers; with several processes, always the end of a round."""
@@ -269,7 +277,7 @@ class BatchReader(Closing):
         """Return the next batch, or None if the index has no further round of entries within `timeout_s`.
 
         A round is one batch for each process, so that all processes read the same number. Raises TopicError if the
-        position was deleted, and the errors of BatchFetcher.fetch.
+        position was deleted, and the errors of BatchFetcher.fetch and ArrayFetcher.fetch.
         """
         deadline = time.monotonic() + timeout_s
         while len(self._round) < self._processes:
@@ -278,10 +286,10 @@ class BatchReader(Closing):
                 return None
             self._round.append(indexed)
         mine, whole, begin = self._round[self._process], tuple(self._round), self.position
-        batch = self._fetcher.fetch(mine.entry)
+        batch, missing = self._arrays.fetch(mine.entry, self._fetcher.fetch(mine.entry))
         self._round.clear()
         self.position = whole[-1].position
-        return ReadBatch(mine.entry, batch, mine.index_offset, self.position, begin, whole)
+        return ReadBatch(mine.entry, batch, mine.index_offset, self.position, begin, whole, missing)
 
     def close(self) -> None:
         """Close both consumers."""

@@ -254,15 +254,8 @@ class ExactlyOnce(ABC, Generic[P]):
     def _send_dead_letter(self, transaction: Transaction, letter: Refused) -> None:
         key, value = letter.key, letter.value
         room = self._kafka.max_record_bytes - 2048
-        headers: dict[str, str | bytes | None] = {
-            "__streams.errors.exception": "rollstream.topics.errors.RecordError",
-            # Errors of a user's labeler may quote a whole record.
-            "__streams.errors.message": clip(letter.error, DETAIL_LIMIT),
-            "__streams.errors.stacktrace": "",
-            "__streams.errors.topic": letter.topic,
-            "__streams.errors.partition": str(letter.partition),
-            "__streams.errors.offset": str(letter.offset),
-        }
+        # Errors of a user's labeler may quote a whole record.
+        headers = error_headers(letter.topic, letter.partition, letter.offset, clip(letter.error, DETAIL_LIMIT))
         # The original record may have been within the size limit only because it was compressed. A key or value that
         # is too large here is replaced by headers with its digest and size.
         if key is not None and len(key) > room // 2:
@@ -304,3 +297,15 @@ class ExactlyOnce(ABC, Generic[P]):
             f"transaction of {self._id}: {what} ({reason}); restart this process; it continues from the committed "
             f"offsets"
         )
+
+
+def error_headers(topic: str, partition: int, offset: int, message: str) -> dict[str, str | bytes | None]:
+    """Return the headers of the dead letter about a record, as Kafka Streams names them (KIP-1034)."""
+    return {
+        "__streams.errors.exception": "rollstream.topics.errors.RecordError",
+        "__streams.errors.message": message,
+        "__streams.errors.stacktrace": "",
+        "__streams.errors.topic": topic,
+        "__streams.errors.partition": str(partition),
+        "__streams.errors.offset": str(offset),
+    }

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rollstream.producers.record_sender import RecordSender, RolloutDelivery
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.files.stored_arrays import LargeArrays
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.traces.stages import rollout_sent
 from rollstream.topics.wire.catalogue import topic_name
@@ -26,7 +27,7 @@ class RolloutProducer(RecordSender):
     Raises BrokerUnavailable or TopicError at once if there is no topic to write to.
     """
 
-    too_large = "shorten the episode, drop token_arrays"
+    too_large = "set kafka.arrays.url for large token_arrays, shorten the episode"
     not_delivered = "remove the cause, then send it again under the same uid: a repeated uid is dropped"
 
     def __init__(
@@ -51,13 +52,14 @@ class RolloutProducer(RecordSender):
         # Evaluations are not signed: grouping never reads them, so nothing would check their signatures.
         self._signer = signer_of(kafka.signing_key, "kafka.signing_key") if self._trains else None
         self._on_delivery = on_delivery
+        self._large = LargeArrays(run, kafka.arrays)
 
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         """Queue a rollout; it is written in the background and acknowledged in `poll` or `flush`.
 
         Raises RecordError if it is invalid, RecordTooLarge beyond the record limit, DeadlineExceeded if the queue stays
-        full for `timeout_s` (default: send_timeout_s), DeliveryError if an earlier rollout was not delivered. In each
-        of these cases this rollout was not sent.
+        full for `timeout_s` (default: send_timeout_s), DeliveryError if an earlier rollout was not delivered, or if the
+        store does not take its large arrays. In each of these cases this rollout was not sent.
         """
         wrong = untyped_problems(rollout)
         filtered = rollout.sampling.filtered and not self._allow_filtered
@@ -75,6 +77,7 @@ class RolloutProducer(RecordSender):
             raise RecordError(f"rollout {rollout.uid!r} was not sent: {'; '.join(wrong)}")
 
         begin_ns = time.time_ns()
+        rollout = self._large.stored(rollout, self.send_timeout_s if timeout_s is None else timeout_s)
 
         def delivered(partition: int, offset: int) -> None:
             if self._trains and offset >= 0:

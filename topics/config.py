@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from rollstream.topics.errors import ConfigurationError
 
@@ -79,6 +80,39 @@ class TracesConfig:
             )
 
 
+def holds_secret(url: str) -> bool:
+    """Whether a URL has a password or a query, which may be a secret."""
+    parts = urlsplit(url)
+    return len(parts.scheme) > 1 and bool(parts.password or parts.query)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraysConfig:
+    """Large arrays of rollouts, which lie in a store; the records name them."""
+
+    url: str = ""
+    """Directory, or fsspec URL, of the arrays; it may be learner.weights.url. Producers and readers must reach it under
+    this name. Credentials are read from the environment. Empty: all arrays are in the records."""
+    above_bytes: int = 64 * 1024
+    """Size above which a named array of a rollout goes to the store, if url is set. `reference_log_probs`,
+    `weight_version` and `sampling_mask_counts` stay in the record."""
+    orphan_hours: float = 24.0
+    """Time in hours after the day on which an array was stored, from which on `rollstream prune` removes the array if
+    no record names it; longer than any rollout waits to be sent."""
+
+    def __post_init__(self) -> None:
+        if self.above_bytes < 0 or not self.orphan_hours > 0:
+            raise ConfigurationError(
+                f"kafka.arrays.above_bytes is {self.above_bytes} and orphan_hours {self.orphan_hours:g}; they must be "
+                "at least 0 and above 0"
+            )
+        if holds_secret(self.url):
+            raise ConfigurationError(
+                "kafka.arrays.url holds a password or a query, which everybody who sees the configuration can read: "
+                "give credentials in the environment, as the fsspec file system expects them"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class KafkaConfig:
     """The connection to the brokers."""
@@ -106,6 +140,7 @@ class KafkaConfig:
     """Group session timeout under the classic protocol: a restart within it moves no partition (static membership).
     Under the consumer protocol, the brokers' own timeout applies."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    arrays: ArraysConfig = field(default_factory=ArraysConfig)
     signing_key: str = ""
     """Private key in PEM that signs rollouts, as a reference: env:NAME or file:PATH. Empty: rollouts are not signed,
     and grouping.environment_keys must not name their environments. Needs the extra `signatures`."""

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rollstream.consumers.archive.manifest import ArchiveManifest
+from rollstream.consumers.archive.manifest import ArchiveManifest, arrays_folder
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, RecordError
+from rollstream.topics.files.stored_arrays import StoredArrays, names_in
 from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
@@ -129,6 +130,7 @@ class Archiver(Closing):
         """Whether this archiver has committed its positions to the broker."""
         # The writer comes first: if the store cannot be used, no client is left that nobody closes.
         self.writer = ArchiveWriter(store, run, arrays=arrays)
+        self._arrays = ArchivedArrays(kafka, run, store)
         self._reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
         self._sources: list[_TopicReader] = []
         try:
@@ -161,6 +163,9 @@ class Archiver(Closing):
             def take(message: KafkaRecord, topic: str = source.topic) -> None:
                 nonlocal records
                 records += 1
+                # The arrays come first: whoever reads the record finds them.
+                with self.writer.skipped.passing(message):
+                    self._arrays.add(message.value)
                 self.writer.add(archived_record(message, topic, self.writer.skipped))
                 if self.writer.buffered_bytes >= self._flush_bytes:
                     # Files are written while further records are read.
@@ -195,6 +200,37 @@ class Archiver(Closing):
     def _archived(self) -> dict[TopicPartitionKey, int]:
         topics = self.writer.manifest.topics
         return {(name, p): at for name, topic in topics.items() for p, at in topic.position.items()}
+
+
+class ArchivedArrays:
+    """Copies the stored arrays that records name into the archive."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, store: Store) -> None:
+        self._kafka, self._run = kafka, run
+        self._archived = StoredArrays(store, arrays_folder(run))
+        self._source: StoredArrays | None = None
+        self._there: set[str] | None = None
+        """Names of the arrays in the archive; None until a record names one."""
+
+    def add(self, value: bytes | None) -> None:
+        """Copy the arrays that a record names.
+
+        Raises RecordError, which names the first that is missing, after the others are copied, and StoreError.
+        """
+        names = names_in(value)
+        if not names:
+            return
+        if self._there is None:
+            self._there = set(self._archived.sizes())
+        new = sorted(names - self._there)
+        if new and self._source is None:
+            try:
+                self._source = StoredArrays.of(self._run, self._kafka.arrays)
+            except ConfigurationError as error:
+                raise RecordError(f"its arrays are not archived: {error}") from error
+        if self._source is not None and (missing := self._archived.copy_from(self._source, new)):
+            raise RecordError(f"{len(missing)} of its arrays are not archived: {missing[0]}")
+        self._there.update(new)
 
 
 def archived_record(message: KafkaRecord, topic: str, skipped: SkippedRecords) -> ArchivedRecord:

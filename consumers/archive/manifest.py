@@ -123,6 +123,12 @@ def folder_of(run: str) -> str:
     return f"run={run}"
 
 
+def arrays_folder(run: str) -> str:
+    """Return the folder of the stored arrays that archived records name. Its objects are in no manifest, because their
+    names tell what they are."""
+    return f"{folder_of(run)}/_arrays"
+
+
 def _is_within(path: str, folder: str) -> bool:
     """Whether a name lies in a folder of the store, whatever file system interprets it."""
     parts = PurePosixPath(path).parts
@@ -209,7 +215,7 @@ def sweep(store: Store, manifest: ArchiveManifest) -> int:
     left = [
         name
         for name in store.names(folder_of(manifest.run))
-        if name not in named and not name.startswith(_manifests(manifest.run))
+        if name not in named and not name.startswith((_manifests(manifest.run), arrays_folder(manifest.run)))
     ]
     # Checked after the files are listed, so that no file of a later writer is among them.
     if not _is_newest(store, manifest):

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rollstream.consumers.archive.completeness import check_complete
-from rollstream.consumers.archive.manifest import ArchiveManifest
+from rollstream.consumers.archive.manifest import ArchiveManifest, arrays_folder
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import TopicPartitionKey, records
 from rollstream.topics.config import KafkaConfig, RegistryConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
+from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.files.stores import Store
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.client_calls import Stalled
@@ -65,7 +66,7 @@ def restore(
     """Create the topics of run `into`, fill them, and return the number of records.
 
     Raises StateRefused if the archive is incomplete, unless `incomplete` permits that, if a topic of the run exists, or
-    if another process writes to it.
+    if another process writes to it; ConfigurationError if it has stored arrays, but kafka.arrays.url is empty.
     """
     clients.check_broker(kafka)
     check_complete(store, manifest, incomplete=incomplete)
@@ -76,6 +77,11 @@ def restore(
         raise StateRefused(
             f"topic {existing[0]} exists; restore into a run of another name, or delete its topics first"
         )
+    # The arrays come first: whoever reads a record finds those that it names.
+    archived = StoredArrays(store, arrays_folder(manifest.run))
+    if names := archived.sizes():
+        for problem in StoredArrays.of(into, kafka.arrays).copy_from(archived, names):
+            event(logger, "array_not_restored", level=logging.WARNING, reason=problem)
     # Set at creation, because brokers apply changed settings with a delay.
     provisioning.apply(kafka, shape, into, _WHILE_RESTORING)
     with_steps = _renamed(manifest.run, into)

@@ -34,6 +34,7 @@ from rollstream.consumers.archive.tables import (
 from rollstream.consumers.freed_memory import FreedMemory
 from rollstream.consumers.log_view import LogView
 from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.files.stored_arrays import NAMING, ArrayMissing, StoredArrays, names_in
 from rollstream.topics.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.wire.catalogue import topic_name
@@ -387,6 +388,25 @@ def check_files(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
             raise StateRefused(f"{store.url}/{file.path} has {rows} rows, but the manifest says {file.rows}")
 
     return _check(store, manifest, lambda _file: True, lambda files: map(check, files))
+
+
+def check_arrays(store: Store, manifest: ArchiveManifest) -> int:
+    """Compare the digest of every stored array that archived records name; return their number.
+
+    Raises StateRefused for the first that is missing or differs.
+    """
+    arrays = StoredArrays(store, manifests.arrays_folder(manifest.run))
+    names: set[str] = set()
+    for topic in NAMING:
+        for partition in manifest.topics[topic].position if topic in manifest.topics else ():
+            for entry in records(store, manifest, topic, partition):
+                names |= names_in(entry.value)
+    for name in sorted(names):
+        try:
+            arrays.read(name)
+        except ArrayMissing as error:
+            raise StateRefused(f"an archived record names an array, but {error}") from error
+    return len(names)
 
 
 def _check(

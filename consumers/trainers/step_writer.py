@@ -24,7 +24,8 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
-from rollstream.topics.records.learner import names_of
+from rollstream.topics.records.fates import MISSING_ARRAY
+from rollstream.topics.records.learner import names_of, without
 from rollstream.topics.wire.params_digest import params_digest
 from rollstream.topics.wire.trajectory_arrays import Tree, flatten
 
@@ -154,7 +155,8 @@ class StepWriter(Closing):
 
         `reads` are the batches read since the last step, in order. If several processes read, give the reads of one
         process, which cover all processes. `skipped` gives a reason, by batch id, for each batch that was not
-        trained on. `params` and `digest` are as in `publish_version`; with `publish=False`, or if every batch was
+        trained on; rows that lacked an array when they were read are recorded as skipped, too. `params` and `digest`
+        are as in `publish_version`; with `publish=False`, or if every batch was
         skipped, the step publishes no version. `oldest_checkpoint` is the lowest step after which this trainer may
         resume (0 to the step recorded here): prune keeps everything read after that step, or everything if it is None.
 
@@ -220,7 +222,22 @@ class StepWriter(Closing):
         entries = [indexed for read in reads for indexed in read.round]
         if unknown := set(skipped) - {indexed.entry.batch_id for indexed in entries}:
             raise ConfigurationError(f"skipped batches {', '.join(sorted(unknown))} are not in the step")
-        return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
+        uses = [_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries]
+        incomplete = [
+            BatchUse(
+                batch_id=read.entry.batch_id,
+                index_offset=read.index_offset,
+                rows=1,
+                use="skipped",
+                reason=reason,
+                row_numbers=(row,) if len(read.batch) > 1 else (),
+                code=MISSING_ARRAY,
+            )
+            for read in reads
+            for row, reason in sorted(read.missing.items())
+            if read.entry.batch_id not in skipped
+        ]
+        return without(uses, incomplete)
 
     def _resumes_at(self, checkpoint: int | None, end: int) -> int:
         """First offset that is read again after resuming at a checkpoint; `end` is the position after the new step."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
+from rollstream.topics.config import holds_secret
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.stores import shown
 
@@ -72,13 +72,8 @@ class WeightsConfig:
                 'learner.weights.transport is "files", but learner.weights.url is empty: set it to a directory or a '
                 "URL such as s3://bucket/weights"
             )
-        if _holds_secret(self.url):
+        if holds_secret(self.url):
             raise ConfigurationError(
                 f"learner.weights.url {shown(self.url)} holds a password or a query, which everybody who reads the log "
                 "would see: give credentials in the environment, as the fsspec file system expects them"
             )
-
-
-def _holds_secret(url: str) -> bool:
-    parts = urlsplit(url)
-    return len(parts.scheme) > 1 and bool(parts.password or parts.query)

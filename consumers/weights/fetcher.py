@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, place_of
-from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
 from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.parallel import abandoned_threads, in_parallel
 from rollstream.topics.files.stores import Store, check_mounted, fault_of, open_store, shown
 from rollstream.topics.kafka.client_calls import OffsetGone
 from rollstream.topics.kafka.reader import Reader

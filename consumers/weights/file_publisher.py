@@ -23,9 +23,9 @@ from rollstream.consumers.weights.file_retention import (
     remove_expired,
 )
 from rollstream.consumers.weights.layout import split
-from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.parallel import in_parallel
 from rollstream.topics.files.stores import StoredFile, fault_of, open_store, shown
 from rollstream.topics.logs import event
 from rollstream.topics.records import Chunk, PolicyManifest

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import parsed, place_of, root_of
-from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.parallel import in_parallel
 from rollstream.topics.files.stores import StoredFile, check_mounted, fault_of, open_store, shown
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest

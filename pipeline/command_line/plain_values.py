@@ -13,6 +13,7 @@ import numpy as np
 from rollstream.pipeline.command_line.text_tables import printable
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import NamedArray
 from rollstream.topics.wire import codec
 
 _HEAD_BYTES = 16
@@ -42,6 +43,12 @@ def plain(value: Any, *, full: bool = False) -> Any:
     if isinstance(value, tuple | list):
         return [plain(item, full=full) for item in value]
     return value
+
+
+def array_text(array: NamedArray) -> str:
+    """Describe a named array of a rollout: dtype, shape and place."""
+    place = f"object {array.stored}" if array.stored else f"{len(array.data):,} bytes in the record"
+    return f"{array.dtype} {list(array.shape)}, {place}"
 
 
 def summary(array: "np.ndarray[Any, Any]") -> dict[str, Any]:

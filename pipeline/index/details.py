@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.pipeline.command_line.plain_values import array_text
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace
 from rollstream.pipeline.index.lineage import fate_node, record_lineage
 from rollstream.pipeline.index.rollout_query import rows_of
@@ -36,6 +37,7 @@ def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, token
         "components": {name: finite(value) for name, value in rollout.reward_components.items()},
         "sampling": _sampling(rollout),
         "extra": dict(rollout.extra),
+        "arrays": {name: array_text(array) for name, array in sorted(rollout.token_arrays.items())},
         "group": rows_of(db, members_of(db, row_id)),
         "fate": fate_node(view, place, fate, batch).as_dict(),
         "lineage": [record_lineage(view, place).as_dict()],

@@ -223,7 +223,7 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
     advantages: dict[int, float] = {}
     recorded_drops = {drop.offset for record in journal for drop in record.drops if drop.reason in NO_VARIANCE}
     taken = _taken_offsets(job)
-    writer = BatchWriter(job.kafka, job.into) if job.into else None
+    writer = BatchWriter(job.kafka, job.run, job.into) if job.into else None
     plug_ins = load_plug_ins(job.grouper)
     start, later = _beginning(job, journal, plug_ins)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery, Sender
@@ -49,13 +50,18 @@ def first_record(kafka: KafkaConfig, run: str, topics: Iterable[str]) -> str:
 class BatchWriter:
     """Writes the batches of one partition."""
 
-    def __init__(self, kafka: KafkaConfig, into: str) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, into: str) -> None:
         self._sender = Sender(clients.producer(kafka), remedy=_REMEDY)
         self._topic = topic_name(into, "batches")
         self._entries: list[TimedEntry] = []
+        self._kafka, self._run, self._into = kafka, run, into
 
     def write(self, batch: TrainingBatch) -> None:
-        """Send a batch; its entry is known once the batch is acknowledged."""
+        """Copy the stored arrays of a batch and send it; its entry is known once the batch is acknowledged."""
+        if names := {entry.array.stored for entry in batch.token_arrays if entry.array.stored}:
+            # Whoever reads the batch finds out which of them are missing.
+            source = StoredArrays.of(self._run, self._kafka.arrays)
+            StoredArrays.of(self._into, self._kafka.arrays).copy_from(source, names)
 
         def delivered(delivery: Delivery) -> None:
             self._entries.append((batch.cut_ms, BatchIndexEntry.of(batch, delivery.offset)))

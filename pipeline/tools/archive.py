@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.manifest import ArchiveManifest
-from rollstream.consumers.archive.writer import ArchiveWriter, check_files
+from rollstream.consumers.archive.writer import ArchiveWriter, check_arrays, check_files
 from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_line.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.command_line.plain_values import tell
@@ -55,7 +55,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
     store = open_store(place_of(config, args.archive))
     if args.check:
         current = check_files(store, manifests.existing(store, config.run))
-        print_summary(store, current, args.json, checked=len(current.files))
+        print_summary(store, current, args.json, checked=len(current.files), arrays=check_arrays(store, current))
         return 0
     if args.compact:
         manifests.existing(store, config.run)
@@ -111,6 +111,7 @@ _RESULTS = {
     "records": "{:,} records are new",
     "fewer": "{:,} fewer files",
     "checked": "{:,} files match the manifest",
+    "arrays": "{:,} stored arrays match their digests",
 }
 
 

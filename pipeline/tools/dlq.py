@@ -38,8 +38,9 @@ from rollstream.topics.wire.trajectory_arrays import from_record
 from rollstream.topics.wire.validation import untyped_problems
 
 _WIDTH = 44
-SOURCES = ("rollouts", "unlabelled")
-"""Topics whose records become dead letters."""
+BATCHES = "batches"
+SOURCES = ("rollouts", "unlabelled", BATCHES)
+"""Topics whose records become dead letters. A letter of `batches` says that an array of a row is missing."""
 Place = tuple[int, int]
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
@@ -80,7 +81,7 @@ class Letter:
 
     @property
     def topic(self) -> str:
-        """Topic of the record that became this letter: rollouts or unlabelled."""
+        """Topic of the record that became this letter, one of SOURCES."""
         return name_in_run(self.headers.get("__streams.errors.topic", "rollouts"))
 
     @property
@@ -176,7 +177,7 @@ def read(
                 headers=headers,
             )
             if letter.topic not in SOURCES:
-                raise RecordError(f"its source topic is {letter.topic[:100]!r}, not rollouts or unlabelled")
+                raise RecordError(f"its source topic is {letter.topic[:100]!r}, not {', '.join(SOURCES)}")
             each(letter)
             kept = with_value is None or letter.name in with_value
             letters[letter.place] = letter if kept else replace(letter, value=None)
@@ -321,6 +322,8 @@ def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str
     """
     if letter.redriven:
         return f"was redriven at {letter.redriven}", b"", b""
+    if letter.topic == BATCHES:
+        return "an array of its batch is missing: put the object back into kafka.arrays.url; nothing is sent", b"", b""
     if not letter.complete and fix is None:
         return "it was too large, so its bytes were not kept; a script (--fix) can create the record again", b"", b""
     if letter.value is None and fix is None:

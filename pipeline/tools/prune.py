@@ -57,6 +57,8 @@ from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_o
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.control.named_records import FORKED, RETIRED, read_named
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
+from rollstream.topics.files.atomic_files import StoreError
+from rollstream.topics.files.stored_arrays import NAMING, StoredArrays, day_of, names_in
 from rollstream.topics.files.stores import StoredFile
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
@@ -140,17 +142,23 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         print(_NO_ARCHIVE)
     if not args.dry_run:
         delete(config.kafka, config.run, deletions)
+    arrays = arrays_to_prune(config, deletions)
+    if not args.dry_run:
         weight_files = [_without(files, config.learner.weights) for files in weight_files]
+        arrays = _without_arrays(arrays, config) if arrays.removable else arrays
     rows, skipped = rows_of(deletions), positions.skipped
     if args.json:
         learners = {name: asdict(last) for name, last in positions.last_steps.items()}
         files = [{**there._asdict(), "removable": len(there.removable)} for there in weight_files]
         answer = {"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}
-        print(compact({**answer, "weight_files": files, "archive_on_record": archived}))
+        stored = {**arrays._asdict(), "removable": len(arrays.removable)}
+        print(compact({**answer, "weight_files": files, "stored_arrays": stored, "archive_on_record": archived}))
     else:
         print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
         for there in weight_files:
-            print(files_text(there, args.dry_run))
+            print(files_text(there, args.dry_run, "files of policy versions"))
+        if arrays.url:
+            print(files_text(arrays, args.dry_run, "stored arrays"))
     return 0
 
 
@@ -189,9 +197,46 @@ def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:
     return there._replace(removable=there.removable[:removed], problem=left)
 
 
-def files_text(there: FilesToPrune, dry_run: bool) -> str:
-    """Return one line on the files of policy versions at one URL."""
-    gone = f"{len(there.removable):,} of {there.files:,} files of policy versions, {bytes_text(there.size_bytes)},"
+def arrays_to_prune(config: RunConfig, deletions: Sequence[Deletion]) -> FilesToPrune:
+    """Return the stored arrays that no record names which remains after `deletions`.
+
+    An array may be named for the first time until the end of the day on which it was stored. Younger arrays stay, and
+    all arrays stay if a record cannot be read, because it may name them.
+    """
+    settings = config.kafka.arrays
+    if not settings.url:
+        return FilesToPrune("", 0, (), 0)
+    arrays = StoredArrays.of(config.run, settings)
+    try:
+        sizes = arrays.sizes()
+    except StoreError as error:
+        return FilesToPrune(arrays.url, 0, (), 0, f"not listed: {error}")
+    latest = time.time() - 86400 - settings.orphan_hours * 3600
+    left = {name for name in sizes if day_of(name) < latest}
+    first = {(d.topic, d.partition): d.to for d in deletions}
+    for topic in NAMING if left else ():
+        for message in read_to_end(config.kafka, topic_name(config.run, topic)):
+            if message.offset < first.get((topic, message.partition), 0):
+                continue
+            if not message.readable:
+                reason = f"{topic}[{message.partition}] offset {message.offset} cannot be read, and may name arrays"
+                return FilesToPrune(arrays.url, len(sizes), (), 0, reason)
+            left -= names_in(message.value)
+    return FilesToPrune(arrays.url, len(sizes), tuple(sorted(left)), sum(sizes[name] for name in left))
+
+
+def _without_arrays(there: FilesToPrune, config: RunConfig) -> FilesToPrune:
+    """Delete the removable arrays; return them, or none and the problem if the store fails."""
+    try:
+        StoredArrays.of(config.run, config.kafka.arrays).delete(there.removable)
+    except StoreError as error:
+        return there._replace(removable=(), size_bytes=0, problem=f"{error}; repeat `rollstream prune`")
+    return there
+
+
+def files_text(there: FilesToPrune, dry_run: bool, what: str) -> str:
+    """Return one line on the files at one URL."""
+    gone = f"{len(there.removable):,} of {there.files:,} {what}, {bytes_text(there.size_bytes)},"
     line = f"{there.url}: {gone} {'would be' if dry_run else 'were'} deleted"
     return printable(f"{line}; {there.problem}" if there.problem else line)
 

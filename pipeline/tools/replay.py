@@ -280,7 +280,7 @@ def _replay_partition(job: _Job) -> ReplayComparison:
     later = [record for record in journal if record.sequence > first]
     result.recorded.add(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(task_state.restored_state(journal).unfinished)
-    writer = BatchWriter(job.kafka, job.into) if job.into else None
+    writer = BatchWriter(job.kafka, job.run, job.into) if job.into else None
     for output in refold(job.kafka, job.run, begin, stop, plug_ins, change, skips_in(later)):
         result.replayed.add(output.batches, output.journal.drops)
         result.replayed.in_flight = len(list(from_ranges(output.journal.unfinished)))

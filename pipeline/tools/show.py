@@ -8,17 +8,18 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.pipeline.command_line.command_parser import set_handler
-from rollstream.pipeline.command_line.plain_values import compact, decoded, plain, tell, time_text
+from rollstream.pipeline.command_line.plain_values import array_text, compact, decoded, plain, tell, time_text
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, indexed_run
 from rollstream.pipeline.index.lineage import LineageNode, fate_node, parse_place, rollout_places
 from rollstream.producers.inference.replay_arrays import is_known
 from rollstream.topics.errors import RecordError, TopicError
+from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.records import Rollout, TrainingBatch
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
@@ -56,6 +57,8 @@ def show(config: RunConfig, args: argparse.Namespace) -> int:
         name = args.rollout
         places = [parse_place(name)] if re.fullmatch(r"\d+:\d+", name, re.ASCII) else rollout_places(view, name)
         rollouts = [_details(view, place) for place in places]
+        if args.json and args.full:
+            rollouts = [replace(details, rollout=_with_arrays(config, details.rollout)) for details in rollouts]
         if args.json:
             print(compact([_as_dict(details, args.full) for details in rollouts]))
             tell(view.skipped)
@@ -82,6 +85,15 @@ def _details(view: IndexedRun, place: RolloutPlace) -> RolloutDetails:
     batch = view.batch_of(place, fate)
     group, advantage = batch_group(batch, place) if batch is not None else ([], None)
     return RolloutDetails(place, message.timestamp_ms, rollout, advantage, group, fate_node(view, place, fate, batch))
+
+
+def _with_arrays(config: RunConfig, rollout: Rollout) -> Rollout:
+    """Return a rollout with its stored arrays. Raises ArrayMissing, StoreError or ConfigurationError."""
+    arrays = rollout.token_arrays
+    if not any(array.stored for array in arrays.values()):
+        return rollout
+    store = StoredArrays.of(config.run, config.kafka.arrays)
+    return replace(rollout, token_arrays={name: store.load(array) for name, array in arrays.items()})
 
 
 def batch_group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
@@ -118,6 +130,8 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     console.print(_text(reward + (", truncated" if r.truncated else "")))
     for turn in r.turns:
         console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
+    for name, array in sorted(r.token_arrays.items()):
+        console.print(_text(f"array {name}: {array_text(array)}"))
     columns = "id, its text" if texts else "id"
     sampled = f"{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled"
     console.print(_text(f"\n{sampled}: each {columns} and its log-probability", "bold"))
@@ -136,7 +150,7 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
 def _replay_lines(r: Rollout) -> list[str]:
     """Return a line for the experts and one for the sampling mask, if the rollout has them."""
     lines = []
-    if (named := r.token_arrays.get(ROUTED_EXPERTS)) is not None:
+    if (named := r.token_arrays.get(ROUTED_EXPERTS)) is not None and not named.stored:
         try:
             experts = named.array()
             known = int(is_known(experts).sum())
@@ -145,8 +159,8 @@ def _replay_lines(r: Rollout) -> list[str]:
         except (RecordError, ValueError) as error:
             lines.append(f"{ROUTED_EXPERTS}: unreadable ({error})")
     if (named := r.token_arrays.get(SAMPLING_MASK)) is not None:
-        each = f"{len(named.data) / 4 / max(int(r.loss_mask.sum()), 1):.1f}"
-        lines.append(f"{SAMPLING_MASK}: {each} tokens kept for each sampled token, {len(named.data)} bytes")
+        each = f"{named.shape[0] / max(int(r.loss_mask.sum()), 1):.1f}"
+        lines.append(f"{SAMPLING_MASK}: {each} tokens kept for each sampled token, {4 * named.shape[0]} bytes")
     return lines
 
 

@@ -221,7 +221,9 @@ class HostileInput:
     def named_array(self) -> NamedArray:
         """An array whose bytes are seldom what its dtype and shape say."""
         choose = self.random.choice
-        return NamedArray(dtype=choose(_DTYPES), shape=choose(_SHAPES), data=self.random.randbytes(choose((0, 1, 16))))
+        stored = choose(("", "", "", f"20261130/{'ab' * 32}", "../x"))
+        data = self.random.randbytes(choose((0, 1, 16)))
+        return NamedArray(dtype=choose(_DTYPES), shape=choose(_SHAPES), data=data, stored=stored)
 
     # ------------------------------------------------------------------ JSON and HTTP
 

@@ -160,12 +160,12 @@ class LocalStore:
 
 
 def check_mounted(store: Store, folder: str) -> None:
-    """Raise OSError if a store is a directory without a folder that must be in it.
+    """Raise StoreError if a store is a directory without a folder that must be in it.
 
     A mount point is an empty directory until the store is mounted.
     """
     if isinstance(store, LocalStore) and not (store.root / folder).is_dir():
-        raise OSError(f"{store.url} is not on this machine; is it mounted?")
+        raise StoreError(f"{store.url}/{folder} is not on this machine; is it mounted?")
 
 
 class FsspecStore:

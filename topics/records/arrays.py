@@ -4,6 +4,7 @@ Uses only numpy, and ml_dtypes for extension types (bfloat16, float8), which are
 dtypes are refused, because a reader could not verify what they contain.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
@@ -37,8 +38,8 @@ SIZE_LIMIT = 2**31 - 1
 """Largest size of an array in bytes, which any process can index; a dimension of 0 counts as 1."""
 
 
-def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
-    """Return why an array of this shape cannot have `size_bytes` bytes; "" if it can."""
+def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int | None) -> str:
+    """Return why an array of this shape cannot have `size_bytes` bytes, or any number if it is None; "" if it can."""
     if len(shape) > RANK_LIMIT:
         return f"it has {len(shape)} dimensions, and may have {RANK_LIMIT}"
     if min(shape, default=0) < 0:
@@ -48,7 +49,7 @@ def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
         room *= max(dimension, 1)
     if room > SIZE_LIMIT:
         return f"its dimensions span more than {SIZE_LIMIT} bytes"
-    if (0 if 0 in shape else room) != size_bytes:
+    if size_bytes is not None and (0 if 0 in shape else room) != size_bytes:
         return "bytes and shape do not agree"
     return ""
 
@@ -110,6 +111,8 @@ def _little_endian(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
+STORED_NAME = re.compile(r"[0-9]{8}/[0-9a-f]{64}")
+"""Names of objects that hold arrays: day and BLAKE3."""
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
@@ -130,11 +133,19 @@ NO_TIMES: Float64 = _empty("<f8")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedArray:
-    """An array of any dtype and shape within a record."""
+    """An array of any dtype and shape within a record, or in a store and named by a record."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes = b""
+    stored: str = ""
+    """Name of the object that holds the bytes, such as 20261130/5f36...: the day it was written, UTC, and the BLAKE3 of
+    the bytes. Then `data` is empty."""
+
+    @property
+    def record_bytes(self) -> int:
+        """Number of bytes in the record: of the array, or of the name of its object."""
+        return len(self.data) + len(self.stored)
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> "NamedArray":
@@ -144,9 +155,11 @@ class NamedArray:
     def array(self) -> NDArray[Any]:
         """Return the array as a read-only view.
 
-        Raises RecordError if bytes, dtype and shape do not agree, or if the array exceeds the limits of
-        rollstream.topics.records.arrays.
+        Raises RecordError if bytes, dtype and shape do not agree, if the array exceeds the limits of
+        rollstream.topics.records.arrays, or if its bytes lie in a store.
         """
+        if self.stored:
+            raise RecordError(f"the bytes of an array are object {self.stored}; read them with StoredArrays.load")
         dtype = dtype_of(self.dtype)
         if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):
             size = f"{str(self.shape)[:200]} and dtype {self.dtype[:64]} has {len(self.data)} bytes"

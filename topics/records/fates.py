@@ -73,7 +73,12 @@ def clip(text: str, limit: int) -> str:
 EXCLUDED = "excluded"
 UNKNOWN_VERSION = "unknown_version"
 STALE_VERSION = "stale_version"
-ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "experts", "too_long", "unpaired")
+MISSING_ARRAY = "missing_array"
+"""Code of a row with an array that is missing in its store, or damaged there."""
+ROW_CODES = (
+    *("vocabulary", "temperature", "logprobs", "advantage", "reference", "experts", "too_long", "unpaired"),
+    MISSING_ARRAY,
+)
 """Codes of single rows that cannot be trained on, in a batch that is used."""
 ENDED = "ended"
 """Code of rollouts that a buffer held when the run ended, and that no step had drawn."""

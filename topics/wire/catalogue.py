@@ -195,9 +195,10 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=(),
         partitions="P",
         cleanup="none",
-        writers=("group", "label", TOOLS),
+        writers=("group", "label", "learn", TOOLS),
         readers=(TOOLS,),
-        doc="Records that cannot be decoded, with unchanged bytes and the reason in headers (KIP-1034).",
+        doc="Records that cannot be decoded, with unchanged bytes and the reason in headers (KIP-1034), and places of "
+        "batches with a stored array that is missing.",
     ),
     TopicSpec(
         name="unlabelled",

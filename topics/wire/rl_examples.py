@@ -30,6 +30,8 @@ SAMPLING_MASK_COUNTS = "sampling_mask_counts"
 """Key, in a rollout's token_arrays, of the number of these for each token, <i4 [T]; 0 if it was not sampled."""
 REPLAYED = (ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS)
 """Keys of the arrays that batches always carry, because the learner's own forward pass needs them."""
+IN_THE_RECORD = frozenset((REFERENCE, WEIGHT_VERSION, SAMPLING_MASK_COUNTS))
+"""Arrays of one number for each token, which are in the record whatever their size: grouping or the page reads them."""
 
 
 class Source(NamedTuple):
@@ -64,6 +66,8 @@ class RLExample:
     """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; 0 if it is unknown."""
     token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Arrays named by grouping.token_arrays that the rollout carries, each [T, ...] in its own dtype."""
+    stored_arrays: Mapping[str, NamedArray] = field(default_factory=dict)
+    """Such arrays that lie in the store and were not fetched; `StoredArrays.load` reads one."""
 
     @property
     def length(self) -> int:
@@ -74,7 +78,7 @@ class RLExample:
 def examples_of(batch: TrainingBatch) -> list[RLExample]:
     """Return the rows of a batch as examples; their arrays are views of the batch's arrays."""
     examples = []
-    arrays = token_arrays_of(batch)
+    arrays, stored = token_arrays_of(batch), stored_arrays_of(batch)
     for row, uid in enumerate(batch.uids):
         span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
         examples.append(
@@ -89,6 +93,7 @@ def examples_of(batch: TrainingBatch) -> list[RLExample]:
                 weight_step=int(batch.weight_steps[row]),
                 timestamp=float(batch.timestamps[row]),
                 token_arrays=arrays[row],
+                stored_arrays=stored[row],
             )
         )
     return examples
@@ -117,9 +122,12 @@ def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
 
 
 def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
-    """Return views of the named arrays of each row. Raises RecordError if the shape of an array is invalid."""
+    """Return views of the named arrays of each row that are in the batch. Raises RecordError if the shape of an array
+    is invalid."""
     by_row: list[dict[str, NDArray[Any]]] = [{} for _ in batch.uids]
     for entry in batch.token_arrays:
+        if entry.array.stored:
+            continue
         ends = np.cumsum(lengths_of(entry, batch))
         parts = np.split(entry.array.array(), ends[:-1]) if len(ends) else []
         for row, part in zip(entry.rows.tolist(), parts, strict=True):
@@ -133,13 +141,24 @@ def lengths_of(entry: BatchTokenArray, batch: TrainingBatch) -> NDArray[np.int64
     if entry.name != SAMPLING_MASK:
         return lengths[entry.rows]
     counts = next((each for each in batch.token_arrays if each.name == SAMPLING_MASK_COUNTS), None)
-    if counts is None or not np.array_equal(counts.rows, entry.rows):
+    places = {} if counts is None else {row: place for place, row in enumerate(counts.rows.tolist())}
+    rows = entry.rows.tolist()
+    if counts is None or not set(rows) <= places.keys() <= set(range(len(lengths))):
         raise RecordError(f"a batch has {SAMPLING_MASK} without {SAMPLING_MASK_COUNTS} of the same rows")
-    ends, numbers = np.cumsum(lengths[entry.rows]), counts.array.array()
+    ends, numbers = np.cumsum(lengths[counts.rows]), counts.array.array()
     if numbers.shape != (ends[-1] if len(ends) else 0,):
         raise RecordError(f"{SAMPLING_MASK_COUNTS} of a batch has the shape {numbers.shape}")
-    each: NDArray[np.int64] = np.diff(np.concatenate([[0], np.cumsum(numbers)])[ends], prepend=0)
-    return each
+    parts = np.split(numbers, ends[:-1])
+    return np.array([parts[places[row]].sum(dtype=np.int64) for row in rows], np.int64)
+
+
+def stored_arrays_of(batch: TrainingBatch) -> list[dict[str, NamedArray]]:
+    """Return the named arrays of each row that lie in the store."""
+    by_row: list[dict[str, NamedArray]] = [{} for _ in batch.uids]
+    for entry in batch.token_arrays:
+        if entry.array.stored:
+            by_row[int(entry.rows[0])][entry.name] = entry.array
+    return by_row
 
 
 def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
@@ -149,7 +168,9 @@ def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[Batc
     for entry in batch.token_arrays:
         carriers = frozenset(entry.rows.tolist())
         numbers = [number for number, row in enumerate(rows) if row in carriers]
-        if numbers:
+        if entry.array.stored:
+            chosen += [replace(entry, rows=np.array([number], "<i4")) for number in numbers]
+        elif numbers:
             joined = np.concatenate([by_row[rows[number]][entry.name] for number in numbers])
             array = NamedArray.of(joined)
             chosen.append(BatchTokenArray(name=entry.name, array=array, rows=np.array(numbers, "<i4")))

@@ -25,10 +25,10 @@ from rollstream.topics.records import (
     TrainingBatch,
     batch_numbers,
 )
-from rollstream.topics.records.arrays import shape_problem
+from rollstream.topics.records.arrays import STORED_NAME, shape_problem
 from rollstream.topics.records.fates import FATES
 from rollstream.topics.wire.codec import decode_as
-from rollstream.topics.wire.rl_examples import REFERENCE, SAMPLING_MASK, SAMPLING_MASK_COUNTS, lengths_of
+from rollstream.topics.wire.rl_examples import IN_THE_RECORD, REFERENCE, SAMPLING_MASK, SAMPLING_MASK_COUNTS, lengths_of
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability that counts as a rounding error (float16 servers reach 5e-4)."""
@@ -156,6 +156,8 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
 
 def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     numbers = entry.rows
+    if entry.array.stored and len(numbers) != 1:
+        return f"token array {entry.name} names one object for {len(numbers)} rows"
     # Neighbours are compared, because differences of large numbers may overflow.
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
         return f"token array {entry.name} names rows that do not ascend within the {len(batch)} rows"
@@ -290,7 +292,8 @@ def _mask_problems(mask: NamedArray, counts: NamedArray | None) -> list[str]:
         return [f"{SAMPLING_MASK_COUNTS} holds a negative number"]
     if issues := _array_problems(SAMPLING_MASK, mask, int(numbers.sum(dtype=np.int64))):
         return issues
-    return [f"{SAMPLING_MASK} holds a negative id"] if mask.array().min(initial=0) < 0 else []
+    negative = not mask.stored and mask.array().min(initial=0) < 0
+    return [f"{SAMPLING_MASK} holds a negative id"] if negative else []
 
 
 def is_masked(loss_mask: Bool, logprobs_mode: str, arrays: Mapping[str, NamedArray]) -> bool:
@@ -309,9 +312,13 @@ def _array_problems(name: str, extra: NamedArray, length: int) -> list[str]:
         item = None
     if item is None:
         return [f"token array {name} has dtype {dtype!r}, which is not a little-endian number of numpy"]
-    if not shape or shape[0] != length or min(shape) < 0 or not _fills(shape, item.itemsize, size_bytes):
+    stored = extra.stored
+    if stored and (size_bytes or name in IN_THE_RECORD or not STORED_NAME.fullmatch(stored)):
+        return [f"token array {name} has {size_bytes} bytes and names the object {stored[:NAME_LIMIT]!r}"]
+    fills = bool(stored) or _fills(shape, item.itemsize, size_bytes)
+    if not shape or shape[0] != length or min(shape) < 0 or not fills:
         return [f"token array {name} has shape {shape} of {dtype} in {size_bytes} bytes for {length} tokens"]
-    if problem := shape_problem(shape, item.itemsize, size_bytes):
+    if problem := shape_problem(shape, item.itemsize, None if stored else size_bytes):
         return [f"token array {name}: {problem}"]
     if name == REFERENCE and not _is_finite_row(extra, item):
         return [f"token array {name} must hold one finite float32 per token"]

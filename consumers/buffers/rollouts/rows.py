@@ -13,7 +13,7 @@ import numpy as np
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, estimator, rloo
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Float32, NamedArray, Rollout, RolloutMetadata, SamplingParams, TrainingBatch
-from rollstream.topics.wire.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
+from rollstream.topics.wire.rl_examples import REFERENCE, reference_of, stamp_of, stored_arrays_of, token_arrays_of
 
 BATCH = "batch"
 """Key in a rollout's `extra`; its value is the batch and row of the rollout, as in "0-17/3"."""
@@ -47,7 +47,7 @@ def rollouts_of(
     Arrays are views of the batch's arrays. A rollout has its own time and weight step if the batch has them;
     otherwise it has the stream time at which its group was opened, and the step of the lowest version that sampled it.
     """
-    arrays = token_arrays_of(batch)
+    arrays, stored = token_arrays_of(batch), stored_arrays_of(batch)
     per_row = len(batch.advantages) != len(batch.tokens)
     for row, uid in enumerate(batch.uids):
         span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
@@ -62,7 +62,7 @@ def rollouts_of(
                 advantage = float(advantage[0])
         reference = reference_of(batch, row)
         weight_step, timestamp = stamp_of(batch, row)
-        named = {name: NamedArray.of(array) for name, array in arrays[row].items()}
+        named = {name: NamedArray.of(array) for name, array in arrays[row].items()} | stored[row]
         yield (
             Rollout(
                 uid=uid,

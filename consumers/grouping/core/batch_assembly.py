@@ -44,7 +44,7 @@ def batch_bytes(group: Group) -> int:
     for uid, member in group.members.items():
         arrays = member.rollout.token_arrays
         size_bytes += row_bytes(member.rollout.length, uid, REFERENCE in arrays)
-        size_bytes += sum(array_bytes(n, len(a.data), len(a.shape)) for n, a in arrays.items() if n != REFERENCE)
+        size_bytes += sum(array_bytes(n, a.record_bytes, len(a.shape)) for n, a in arrays.items() if n != REFERENCE)
     return size_bytes
 
 
@@ -66,18 +66,22 @@ def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> lis
 
 
 def joined_arrays(rollouts: Sequence[HeldRollout]) -> list[dict[str, Any]]:
-    """Join the named arrays of a batch's rows: one array per name, dtype and shape of a token, sorted in that order."""
-    rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    """Join the named arrays of a batch's rows: one array per name, dtype and shape of a token, sorted in that order.
+
+    An array that lies in the store stays one of its own, and is not read.
+    """
+    rows: dict[tuple[str, str, tuple[int, ...], int, str], list[int]] = {}
     for row, rollout in enumerate(rollouts):
         for name, array in rollout.token_arrays.items():
             if name != REFERENCE:
-                rows.setdefault((name, array.dtype, array.shape[1:]), []).append(row)
+                alone = row if array.stored else -1
+                rows.setdefault((name, array.dtype, array.shape[1:], alone, array.stored), []).append(row)
     joined = []
-    for (name, dtype, shape), numbers in sorted(rows.items()):
+    for (name, dtype, shape, _row, stored), numbers in sorted(rows.items()):
         carriers = [rollouts[row] for row in numbers]
         data = [carrier.token_arrays[name].data for carrier in carriers]
         length = sum(carrier.token_arrays[name].shape[0] for carrier in carriers)
-        whole = {"dtype": dtype, "shape": (length, *shape), "data": data}
+        whole = {"dtype": dtype, "shape": (length, *shape), "data": data, "stored": stored}
         joined.append({"name": name, "array": whole, "rows": _column("i", numbers)})
     return joined
 

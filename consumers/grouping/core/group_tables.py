@@ -163,7 +163,7 @@ def member_cost(rollout: HeldRollout) -> int:
     if reference is not None:
         arrays += REFERENCE_ARRAY + len(reference.data) + 4 * rollout.length
     for name, array in rollout.token_arrays.items():
-        arrays += TOKEN_ARRAY + _text(name) + len(array.data) + 8 * len(array.shape) if name != REFERENCE else 0
+        arrays += TOKEN_ARRAY + _text(name) + array.record_bytes + 8 * len(array.shape) if name != REFERENCE else 0
     if rollout.timestamp or rollout.weight_step != -1:
         arrays += STAMP
     names = (rollout.environment, rollout.example_id, rollout.group_id, rollout.episode_uid)

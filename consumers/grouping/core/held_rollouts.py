@@ -174,7 +174,7 @@ class HeldExample(RLExample):
             held=rollout, share=share, source=source, weight_step=rollout.weight_step, timestamp=rollout.timestamp
         )
         if not rollout.token_arrays:
-            example.__dict__.update(reference_log_probs=None, token_arrays={})
+            example.__dict__.update(reference_log_probs=None, token_arrays={}, stored_arrays={})
         return example
 
     def plain(self) -> RLExample:
@@ -218,7 +218,11 @@ class HeldExample(RLExample):
     @cached_property
     def token_arrays(self) -> Mapping[str, NDArray[Any]]:
         arrays = self._rollout.token_arrays
-        return {name: array.array() for name, array in arrays.items() if name != REFERENCE}
+        return {name: a.array() for name, a in arrays.items() if name != REFERENCE and not a.stored}
+
+    @cached_property
+    def stored_arrays(self) -> Mapping[str, NamedArray]:
+        return {name: array for name, array in self._rollout.token_arrays.items() if array.stored}
 
 
 def with_advantage(example: RLExample, share: float) -> RLExample:

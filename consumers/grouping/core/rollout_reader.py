@@ -28,7 +28,7 @@ _CHOSEN = (
     *("highest_version", "episode_uid", "branch", "branches", "turns.start", "turns.stop", "tokens", "loss_mask"),
     *("logprobs", "logprobs_mode", "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"),
     *("token_rewards", "reward", "reward_components", "truncated", "metadata.worker_id", "metadata.timestamp"),
-    *("metadata.weight_step", "token_arrays.dtype", "token_arrays.shape", "token_arrays.data"),
+    *("metadata.weight_step", "token_arrays.dtype", "token_arrays.shape", "token_arrays.data", "token_arrays.stored"),
 )
 _AT_ONCE_BYTES = 2**18
 """Bytes of arrays that are checked at once: few enough for a processor's cache."""
@@ -117,8 +117,8 @@ def _fields(value: bytes) -> _Fields | None:
     token_arrays: Mapping[str, NamedArray] = NOTHING
     if arrays:
         token_arrays = {
-            name: NamedArray(dtype=dtype, shape=tuple(shape), data=value[begin:end])
-            for name, (dtype, shape, begin, end) in arrays.items()
+            name: NamedArray(dtype=dtype, shape=tuple(shape), data=value[begin:end], stored=stored)
+            for name, (dtype, shape, begin, end, stored) in arrays.items()
         }
         if arrays_problems(token_arrays, length):
             return None

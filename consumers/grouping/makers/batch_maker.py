@@ -162,7 +162,13 @@ def array_bytes(name: str, size_bytes: int, dimensions: int) -> int:
 def example_bytes(example: RLExample) -> int:
     """Return the maximum number of bytes that an example takes in an encoded batch, without its group."""
     return row_bytes(example.length, example.source.uid, example.reference_log_probs is not None) + sum(
-        array_bytes(name, array.nbytes, array.ndim) for name, array in example.token_arrays.items()
+        (
+            *(array_bytes(name, array.nbytes, array.ndim) for name, array in example.token_arrays.items()),
+            *(
+                array_bytes(name, stored.record_bytes, len(stored.shape))
+                for name, stored in example.stored_arrays.items()
+            ),
+        )
     )
 
 

@@ -17,8 +17,8 @@ from rollstream.consumers.learner.objective import in_pairs
 from rollstream.consumers.learner.training.packing import NO_PAIRS
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.records.fates import Skip
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
+from rollstream.topics.records.fates import MISSING_ARRAY, Skip
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Range of temperatures that are trained on: a temperature divides the logits and the gradient of every token."""
@@ -128,6 +128,9 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
                 any_trained(~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
             )
         )
+    if replayed_arrays(config):
+        text = "an array that is missing in its store, or damaged there"
+        checks.append((MISSING_ARRAY, text, rows_without_arrays(batch, config)))
     if config.replays_routing:
         layers, several = config.model.num_hidden_layers, config.model.num_experts_per_tok
         checks.append(
@@ -146,6 +149,21 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
             )
         )
     return checks
+
+
+def replayed_arrays(config: LearnerConfig) -> tuple[str, ...]:
+    """Return the names of arrays of rollouts that the learner needs, and that may lie in a store."""
+    experts = (ROUTED_EXPERTS,) if config.replays_routing else ()
+    return experts if config.loss.name == "ce" else (*experts, SAMPLING_MASK)
+
+
+def rows_without_arrays(batch: TrainingBatch, config: LearnerConfig) -> NDArray[np.bool_]:
+    """Whether a row still names an array in a store that the learner needs, bool [rows]: it could not be fetched."""
+    lacking, needed = np.zeros(len(batch), bool), replayed_arrays(config)
+    for entry in batch.token_arrays:
+        if entry.array.stored and entry.name in needed:
+            lacking[entry.rows] = True
+    return lacking
 
 
 def _other_experts(batch: TrainingBatch, each: int) -> NDArray[np.bool_]:

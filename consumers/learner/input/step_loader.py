@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from rollstream.consumers.array_fetcher import ArrayFetcher
 from rollstream.consumers.batch_reader import BatchFetcher, IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import (
@@ -31,13 +32,14 @@ from rollstream.consumers.learner.input.batch_selection import (
 )
 from rollstream.consumers.learner.input.followed_topics import Exclusions, PublisherSteps
 from rollstream.consumers.learner.input.prefetch import Prefetcher
+from rollstream.consumers.learner.input.row_checks import replayed_arrays, rows_without_arrays
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
 from rollstream.consumers.learner.training.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from rollstream.consumers.learner.training.train_step import PlacedStep
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamError, TopicError
+from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamError, StateRefused, TopicError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
@@ -89,6 +91,7 @@ class BatchLoader:
         self._config = config
         self._process = process
         self._fetcher = BatchFetcher(kafka, config.input_run or run)
+        self._arrays = ArrayFetcher(kafka, config.input_run or run, replayed_arrays(config))
         self._kept: OrderedDict[int, TrainingBatch] = OrderedDict()
         self._kept_bytes = 0
 
@@ -96,7 +99,7 @@ class BatchLoader:
         """Fetch a batch through a cache of up to 256 MiB. Raises the errors of BatchFetcher.fetch."""
         batch = self._kept.get(read.index_offset)
         if batch is None:
-            batch = self._fetcher.fetch(read.entry)
+            batch = self._fetch(read)
             self._kept[read.index_offset] = batch
             self._kept_bytes += _size(batch)
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
@@ -104,10 +107,14 @@ class BatchLoader:
         self._kept.move_to_end(read.index_offset)
         return batch
 
+    def _fetch(self, read: IndexedBatch, *, check_digest: bool = True) -> TrainingBatch:
+        """Fetch a batch, and its stored arrays that the model needs, unless they are missing."""
+        return self._arrays.fetch(read.entry, self._fetcher.fetch(read.entry, check_digest=check_digest)).batch
+
     def load(self, plan: StepPlan) -> LoadedStep:
         """Fetch, leave out rows that cannot be trained on, and pack.
 
-        Raises the errors of BatchFetcher.fetch, and ConfigurationError from packing.
+        Raises the errors of BatchFetcher.fetch and ArrayFetcher.fetch, and those of `packed_step`.
         """
         began, config = time.monotonic(), self._config
         own = share_of(plan.trained, self._process, config.processes)
@@ -119,7 +126,7 @@ class BatchLoader:
                 continue
             # One process checks each batch; if the check fails, all processes end.
             mine = read.index_offset in checked
-            batches[read.index_offset] = self._fetcher.fetch(read.entry, check_digest=mine)
+            batches[read.index_offset] = self._fetch(read, check_digest=mine)
         packed, outcomes = packed_step(config, plan, batches)
         return LoadedStep(plan=plan, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
 
@@ -134,7 +141,8 @@ def packed_step(
     """Pack the batches of a plan, and return the packed step with its totals.
 
     `batches` maps index offsets to all batches of the plan. The result depends on the arguments only. Rows that cannot
-    be trained on are left out. Raises ConfigurationError if a sequence cannot be packed.
+    be trained on are left out. Raises ConfigurationError if a sequence cannot be packed, and StateRefused if rows that
+    are on record as trained lack an array.
     """
     # Rows left out keep their numbers, so that the other rows stay in the same minibatches.
     counts = [
@@ -155,6 +163,12 @@ def packed_step(
             rows = tuple(row for row in range(len(batch)) if row not in gone) if gone else None
         if rows is not None:
             batch = chosen_rows(batch, rows)
+        if lacking := np.flatnonzero(rows_without_arrays(batch, config)).tolist():
+            raise StateRefused(
+                f"batch {read.entry.batch_id} is to be trained on as before, but a stored array of uid "
+                f"{batch.uids[lacking[0]]} is missing or damaged (the log names it as array_missing): put the object "
+                "back into kafka.arrays.url"
+            )
         trained.append(batch)
         sequences += sequences_of(batch)
         in_step = rows if rows is not None and not plan.drawn else range(len(batch))

@@ -209,6 +209,7 @@ export interface RolloutAnswer {
   components: Record<string, number>;
   sampling: Record<string, unknown>;
   extra: Record<string, unknown>;
+  arrays: Record<string, string>;
   group: Row[];
   fate: TreeNode;
   lineage: TreeNode[];

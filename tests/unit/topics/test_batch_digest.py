@@ -45,6 +45,7 @@ def test_a_digest_depends_on_each_part_of_a_token_array() -> None:
         replace(entry, rows=entry.rows[:1]),
         replace(entry, array=replace(entry.array, dtype="<i4")),
         replace(entry, array=NamedArray.of(np.ones(4, "<f4"))),
+        replace(entry, array=replace(entry.array, stored=f"20261130/{'ab' * 32}")),
     )
     carried = [(), (entry,), *((other,) for other in others)]
     assert len({batch_digest(replace(BATCH, token_arrays=entries)) for entries in carried}) == len(carried)

@@ -50,6 +50,7 @@ function Details({ run, place, found }) {
     <p class="muted">From the version that sampled it to the steps that used it.</p>
     <${Lineage} nodes=${found.lineage.length ? found.lineage : [found.fate]} run=${run} />
     <${Values} title="Sampling" values=${found.sampling} />
+    <${Values} title="Arrays" values=${found.arrays} />
     <${Values} title="Further fields" values=${found.extra} />`;
 }
 

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused, file_name
 from rollstream.consumers.weights.fetcher import MOST_ABANDONED, fetch_files
-from rollstream.consumers.weights.parallel import abandoned_threads
+from rollstream.topics.files.parallel import abandoned_threads
 from rollstream.topics.files.stores import FsspecStore
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store, mistaken

@@ -109,7 +109,7 @@ def test_files_are_looked_for_at_the_url_of_the_settings_and_at_those_in_manifes
 
 def test_a_directory_in_use_without_a_folder_of_the_run_is_not_mounted(tmp_path: Path) -> None:
     used, left = str(tmp_path / "used"), str(tmp_path / "left")
-    expected = {used: f"OSError: {used} is not on this machine; is it mounted?", left: {}}
+    expected = {used: f"StoreError: {used}/main is not on this machine; is it mounted?", left: {}}
     assert listed_files("main", [used, left], timeout_s=60.0, in_use=[used]) == expected
     open_store(used).write(name(0), b"12345")
     assert listed_files("main", [used], timeout_s=60.0, in_use=[used])[used].keys() == {name(0)}  # type: ignore[union-attr]

@@ -40,13 +40,24 @@ NONE = NamedArray(dtype="<f4", shape=(0,), data=b"")
 F4 = np.zeros(4, "<f4")
 
 
+OBJECT = f"20261130/{'ab' * 32}"
+
+
 def masked(counts: list[int], tokens: list[int]) -> dict[str, NamedArray]:
     arrays = {"sampling_mask_counts": counts, "sampling_mask": tokens}
     return {name: NamedArray.of(np.array(values, "<i4")) for name, values in arrays.items()}
 
 
+def at_mask(tokens: int) -> dict[str, NamedArray]:
+    return {"sampling_mask": NamedArray(dtype="<i4", shape=(tokens,), stored=OBJECT)}
+
+
 def named(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, NamedArray]:
     return {"x": NamedArray(dtype=dtype, shape=shape, data=data)}
+
+
+def at(stored: str, name: str = "x", *, shape: tuple[int, ...] = (4, 2), data: bytes = b"") -> dict[str, NamedArray]:
+    return {name: NamedArray(dtype="<f4", shape=shape, data=data, stored=stored)}
 
 
 @given(rollout=rollouts())
@@ -98,6 +109,13 @@ def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
         ({"token_arrays": named("<U1", (4,), bytes(16))}, "not a little-endian number"),
         ({"token_arrays": named("i4,,", (4,), bytes(16))}, "not a little-endian number"),
         ({"token_arrays": named("(1000000000,1000000000)f8", (4,), b"")}, "not a little-endian number"),
+        ({"token_arrays": at("../weights")}, "names the object '../weights'"),
+        ({"token_arrays": at(OBJECT, data=b"abcd")}, "has 4 bytes and names the object"),
+        ({"token_arrays": at(OBJECT, "reference_log_probs")}, "token array reference_log_probs has 0 bytes and names"),
+        ({"token_arrays": at(OBJECT, shape=(3, 2))}, "token array x has shape (3, 2)"),
+        ({"token_arrays": at(OBJECT, shape=(4, -1))}, "token array x has shape (4, -1)"),
+        ({"token_arrays": at(OBJECT, shape=(4, 2**62, 2**62))}, "span more than"),
+        ({"token_arrays": at(OBJECT, shape=(4,) + (1,) * 40)}, "41 dimensions"),
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros((4, 2), "<f4"))}}, "one finite float32"),
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros(4, "<i4"))}}, "one finite float32"),
         ({"token_arrays": {"reference_log_probs": NamedArray.of(np.full(4, np.nan))}}, "one finite float32"),
@@ -107,6 +125,7 @@ def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
         ({"token_arrays": masked([0, 0, 1, -1], [])}, "sampling_mask_counts holds a negative number"),
         ({"token_arrays": masked([0, 0, 1, 1], [5, -5])}, "sampling_mask holds a negative id"),
         ({"token_arrays": masked([0, 1, 1], [5, 5])}, "token array sampling_mask_counts has shape (3,)"),
+        ({"token_arrays": masked([0, 0, 1, 1], []) | at_mask(3)}, "token array sampling_mask has shape (3,)"),
     ],
 )
 def test_a_senseless_rollout_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:

@@ -44,6 +44,7 @@ def sound(random: Random) -> Rollout:
         REFERENCE: NamedArray.of(-np.ones(length, random.choice(("<f4", "<f8", "<f2")))),
         WEIGHT_VERSION: NamedArray.of(np.arange(length)),
         "wide": NamedArray.of(np.zeros((length, 3), "<u2")),
+        "stored": NamedArray(dtype="|u1", shape=(length, 3), stored=f"20261130/{'ab' * 32}"),
     }
     turn = Turn(
         role="user",
@@ -130,6 +131,7 @@ def altered(rollout: Rollout, random: Random) -> Rollout:
         {"token_rewards": np.zeros(length + 1, "<f4")},
         {"token_arrays": {"": NamedArray.of(np.zeros(length))}},
         {"token_arrays": {REFERENCE: NamedArray.of(with_one(np.zeros(length), np.nan, np.inf, 1e39, 1.0))}},
+        {"token_arrays": {"x": NamedArray(dtype="|u1", shape=(length, 3), stored=random.choice(("x", "20261130/ab")))}},
         {"token_arrays": {"x": NamedArray(dtype=random.choice(("<f4", "<f16", ">f4")), shape=(length, 0), data=b"")}},
     ]
     return replace(rollout, **random.choice(changes))

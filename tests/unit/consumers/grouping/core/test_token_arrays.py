@@ -1,9 +1,11 @@
 """Batches carry the weight steps and times of rollouts, and the arrays in grouping.token_arrays, to the learner."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,8 @@ from rollstream.consumers.buffers.rollouts.rows import rollouts_of
 from rollstream.consumers.grouping.makers.batch_maker import example_bytes, group_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
+from rollstream.topics.files.stored_arrays import StoredArrays
+from rollstream.topics.files.stores import LocalStore
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS as EXPERTS
@@ -112,12 +116,24 @@ def masked(*counts: int, first: int = 0) -> dict[str, NamedArray]:
     }
 
 
-def test_ragged_masks_follow_their_rows() -> None:
-    d = driver(batch_rollouts=4)
+@pytest.mark.parametrize("stored_rows", [(), (2,), (0, 2, 3)])
+def test_ragged_masks_follow_their_rows(stored_rows: tuple[int, ...], tmp_path: Path) -> None:
+    d, store = driver(batch_rollouts=4), StoredArrays(LocalStore(tmp_path), "arrays")
     masks: list[dict[str, NamedArray]] = [masked(0, 0, 3, 1), {}, masked(0, 0, 1, 2, first=50), masked(0, 0, 1, 1)]
     for row, named in enumerate(masks):
-        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=named))
+        large = {SAMPLING_MASK: store.put(named[SAMPLING_MASK])} if row in stored_rows else {}
+        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=named | large))
     (batch,) = d.batches
+    assert batch_problems(batch) == []
+    assert [row for row, example in enumerate(examples_of(batch)) if example.stored_arrays] == list(stored_rows)
+    if 2 in stored_rows:
+        place = next(number for number, entry in enumerate(batch.token_arrays) if entry.rows.tolist() == [2])
+        short = replace(batch.token_arrays[place], array=replace(batch.token_arrays[place].array, shape=(4,)))
+        wrong = (*batch.token_arrays[:place], short, *batch.token_arrays[place + 1 :])
+        assert "sampling_mask has shape (4,)" in batch_problems(replace(batch, token_arrays=wrong))[0]
+    # As a reader sees them that has fetched them.
+    fetched = tuple(replace(entry, array=store.load(entry.array)) for entry in batch.token_arrays)
+    batch = replace(batch, token_arrays=fetched)
     assert batch_problems(batch) == []
     kept = [example.token_arrays.get(SAMPLING_MASK) for example in examples_of(batch)]
     assert [None if each is None else each.tolist() for each in kept] == [[0, 1, 2, 3], None, [50, 51, 52], [0, 1]]
@@ -162,3 +178,43 @@ def test_no_batch_takes_more_bytes_than_its_examples_count_for(rows: list[dict[s
     assert len(encode(batch)) <= counted + 400
     for row, example in zip(rows, examples_of(batch), strict=True):
         assert {name: (a.dtype.str, list(a.shape[1:])) for name, a in example.token_arrays.items()} == row
+
+
+def test_a_batch_names_the_stored_arrays_of_its_rows_and_the_fold_reads_none() -> None:
+    names = {row: f"20261130/{row:064x}" for row in range(3)}
+    d = driver(batch_rollouts=4, token_arrays=(WEIGHT_VERSION, EXPERTS))
+    for row in range(4):
+        named = arrays(1, 1, 1, 1, experts=2 if row == 3 else 0)
+        if row in names:
+            # Two rows with one object, as equal arrays of a day have.
+            named[EXPERTS] = NamedArray(dtype="|u1", shape=(4, 2), stored=names[row // 2])
+        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=named))
+    (batch,) = d.batches
+    assert batch_problems(batch) == []
+    named_entries = [(e.name, e.array.stored, e.array.shape, e.rows.tolist()) for e in batch.token_arrays]
+    assert named_entries == [
+        (EXPERTS, "", (4, 2), [3]),
+        (EXPERTS, names[0], (4, 2), [0]),
+        (EXPERTS, names[0], (4, 2), [1]),
+        (EXPERTS, names[1], (4, 2), [2]),
+        (WEIGHT_VERSION, "", (16,), [0, 1, 2, 3]),
+    ]
+    examples = examples_of(batch)
+    assert [set(e.stored_arrays) for e in examples] == [{EXPERTS}, {EXPERTS}, {EXPERTS}, set()]
+    assert [set(e.token_arrays) for e in examples] == [{WEIGHT_VERSION}] * 3 + [{WEIGHT_VERSION, EXPERTS}]
+    assert examples[1].stored_arrays[EXPERTS].stored == names[0]
+    chosen = chosen_rows(batch, [2, 0, 2])
+    assert batch_problems(chosen) == []
+    assert [e.stored_arrays[EXPERTS].stored for e in examples_of(chosen)] == [names[1], names[0], names[1]]
+    again = [rollout.token_arrays[EXPERTS].stored for rollout, _advantage in rollouts_of(batch, lambda _version: 0)]
+    assert again == [names[0], names[0], names[1], ""]
+
+
+def test_the_size_of_a_batch_counts_the_names_of_stored_arrays() -> None:
+    d = driver(token_arrays=(EXPERTS,))
+    stored = NamedArray(dtype="|u1", shape=(4, 10**6), stored=f"20261130/{0:064x}")
+    for uid, reward in (("a", 1.0), ("b", 0.0)):
+        d.pipe(example_rollout(uid, reward, token_arrays={EXPERTS: stored}))
+    (batch,) = d.batches
+    room = sum(example_bytes(e) - example_bytes(replace(e, stored_arrays={})) for e in examples_of(batch))
+    assert len(encode(batch)) - len(encode(replace(batch, token_arrays=()))) <= room < 1000

@@ -2,18 +2,24 @@
 left out; and the end of the index, over a model of Kafka."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rollstream.consumers.batch_reader import IndexedBatch
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
 from rollstream.consumers.learner.input.step_loader import IndexEnd, LoadedStep, StepLoader, packed_step
+from rollstream.consumers.learner.objective import LossConfig
+from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.records import BatchIndexEntry, BatchUse
+from rollstream.topics.errors import DeadlineExceeded, StateRefused
+from rollstream.topics.records import BatchIndexEntry, BatchTokenArray, BatchUse, NamedArray
+from rollstream.topics.records.fates import MISSING_ARRAY
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS
 from tests.simulation.installation import World, installed
 from tests.support.batches import index_entry, random_batch
 from tests.support.waiting import eventually
@@ -109,3 +115,40 @@ def test_a_record_that_is_no_entry_does_not_keep_the_index_of_a_drained_run_from
         drained[0] = True
         assert world.result_of(lambda: end(1))
         assert not world.result_of(lambda: end(0))
+
+
+@pytest.mark.parametrize("loss", ["ce", "ppo_clip"])
+def test_a_row_without_its_stored_mask_is_left_out_unless_the_loss_needs_none(loss: str) -> None:
+    whole = random_batch(0)
+    start, stop = whole.splits[2:4].tolist()
+    mask = NamedArray(dtype="<i4", shape=(stop - start,), stored=f"20261130/{'ab' * 32}")
+    named = {SAMPLING_MASK: mask, SAMPLING_MASK_COUNTS: NamedArray.of(np.ones(stop - start, "<i4"))}
+    entries = tuple(BatchTokenArray(name=n, array=array, rows=np.array([2], "<i4")) for n, array in named.items())
+    batch = replace(whole, token_arrays=entries)
+    plan = StepPlan(
+        uses=(), trained=(IndexedBatch(BatchIndexEntry.of(batch, 0), 0),), lags=(0,), position=1, wait_s=0.0
+    )
+    _packed, totals = packed_step(LearnerConfig(loss=LossConfig(name=loss)), plan, {0: batch})
+    left_out = [(use.code, use.row_numbers) for use in totals.left_out]
+    assert left_out == ([] if loss == "ce" else [(MISSING_ARRAY, (2,))])
+
+
+def test_a_row_without_its_stored_experts_is_left_out_and_never_trained_again_without_them() -> None:
+    model = DecoderConfig(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    config = LearnerConfig(model=model)
+    whole = random_batch(0)
+    length = int(whole.splits[3] - whole.splits[2])
+    stored = NamedArray(dtype="|u1", shape=(length, 3, 2), stored=f"20261130/{'ab' * 32}")
+    entry = BatchTokenArray(name=ROUTED_EXPERTS, array=stored, rows=np.array([2], "<i4"))
+    batch = replace(whole, token_arrays=(entry,))
+    read = IndexedBatch(BatchIndexEntry.of(batch, 0), 0)
+    plan = StepPlan(uses=(), trained=(read,), lags=(0,), position=1, wait_s=0.0)
+    _packed, totals = packed_step(config, plan, {0: batch})
+    assert [(use.code, use.row_numbers) for use in totals.left_out] == [(MISSING_ARRAY, (2,))]
+    again = replace(plan, checked=True)
+    with pytest.raises(StateRefused, match=f"a stored array of uid {batch.uids[2]} is missing or damaged"):
+        packed_step(config, again, {0: batch})
+    # Fetched arrays, and arrays that this model does not need, leave nothing out.
+    fetched = replace(entry, array=NamedArray.of(np.ones((length, 3, 2), "|u1")))
+    assert packed_step(config, plan, {0: replace(batch, token_arrays=(fetched,))})[1].left_out == ()
+    assert packed_step(LearnerConfig(), again, {0: batch})[1].left_out == ()

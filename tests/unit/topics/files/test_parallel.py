@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollstream.consumers.weights.parallel import in_parallel
+from rollstream.topics.files.parallel import in_parallel
 
 
 def nothing() -> None:

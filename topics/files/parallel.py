@@ -45,7 +45,7 @@ def in_parallel(
         except BaseException as error:
             results.put((None, error, True))
 
-    workers = [threading.Thread(target=run, name=f"weights-{number}", daemon=True) for number in range(threads)]
+    workers = [threading.Thread(target=run, name=f"store-{number}", daemon=True) for number in range(threads)]
     for worker in workers:
         worker.start()
     running = threads
