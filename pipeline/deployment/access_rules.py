@@ -125,7 +125,8 @@ def _of_topics_apply(config: "RunConfig") -> Iterator[AccessRule]:
     run = config.run
     for spec in CATALOGUE:
         yield AccessRule("topic", topic_name(run, spec.name), ("Create", "Describe", "DescribeConfigs", "AlterConfigs"))
-    for name, operations in (("journal", ("Read", "Write")), ("rollouts", ("Read",)), ("control", ("Read",))):
+    written = (("journal", ("Read", "Write")), ("tokenizers", ("Read", "Write")))
+    for name, operations in (*written, ("rollouts", ("Read",)), ("control", ("Read",))):
         yield AccessRule("topic", topic_name(run, name), operations)
     for template in role_of(GROUP).groups:
         yield _named("group", template, config, ("Read",))
