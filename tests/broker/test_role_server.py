@@ -29,6 +29,7 @@ def nature(process: "subprocess.Popen[bytes]") -> dict[str, str]:
 
 
 def test_a_forked_role_is_like_a_started_one(real_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REAL_PROCESSES", raising=False)  # The long form starts all other roles.
     real_run.prepare()
     for number, code in ((signal.SIGTERM, 0), (signal.SIGKILL, -9)):
         natures = []
