@@ -74,7 +74,8 @@ class SupervisorConfig:
     inference_gpus: tuple[str, ...] = ()
     """GPUs of each inference server, or of the vLLM of serving.python, as learner_gpus."""
     ready_timeout_s: float = 120.0
-    """How long a role may take from its start, or from its last progress report, until it is ready."""
+    """How long a role may take from its start, or from its last progress report, until it is ready. A role that is
+    started by itself waits as long for a broker."""
     stop_timeout_s: float = 20.0
     """How long a role may take from SIGTERM until it exits; then it is killed."""
     restarts: int = 3

@@ -30,7 +30,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Collect until the player has returned and its trajectories are sent, or until stopped. The exit code is
     TERMINATED if it was stopped before, unless the run is being drained."""
     player, stop = player_of(config.collect.player), stop_on_signals()
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     with SteeringFollower(config.kafka, config.run) as following:
         threading.Thread(target=_end_when_draining, args=(following,), name="control", daemon=True).start()
         done = run_collecting(

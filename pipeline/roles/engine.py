@@ -68,7 +68,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
         )
     if not config.serving.urls:
         raise ConfigurationError("serving.urls is empty; set the engine's address, e.g. http://127.0.0.1:8000")
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         wait_for_version(follower, config.supervisor.ready_timeout_s)
     directory = config.run_dir / "engine"

@@ -39,7 +39,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Produce until stopped, then finish or cancel the groups in flight."""
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     run_until_stopped(lambda stop: _work(config, args.ordinal, stop))
     return 0
 

@@ -35,7 +35,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError(
             "no environment is evaluated: set environments.N.evaluate to true for one that computes its own rewards"
         )
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
 
     async def evaluate(stop: asyncio.Event) -> None:
         await run_evaluator(

@@ -27,7 +27,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if not fill.directory:
         raise ConfigurationError("fill.directory is empty, so there is no buffer to fill; set it to a directory")
     stop = stop_on_signals()
-    wait_for_broker(config.kafka)  # before the directory is created
+    wait_for_broker(config)  # before the directory is created
     directory = Path(fill.directory)
     with TrajectoryReplayBuffer(
         fill.seed,

@@ -27,7 +27,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve until stopped; any other gateway can continue the sessions that agents have begun."""
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     run_until_stopped(lambda stop: _serve(config, args.ordinal, stop))
     return 0
 

@@ -47,7 +47,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if args.action in ("pause", "resume"):
         return _pause(config, args)
     stop = stop_on_signals()
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     gc.set_threshold(*COLLECT_AFTER)
     from rollstream.pipeline.run.draining import Drainer
 

@@ -158,7 +158,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     template = chat_template(
         config.inference.chat_template, tokenizer, config.learner.pretrained, config.inference.chat_template_kwargs
     )
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
         # Until the server listens there is nothing to drain, so a signal ends it at once.

@@ -41,7 +41,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError("no labeler is named; give package.module:function, or set labeling.labeler")
     labeler = judge_of(config.labeling) if name == JUDGE else labeler_of(name)
     stop = stop_on_signals()
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     run_labeling(
         labeler,
         config.kafka,

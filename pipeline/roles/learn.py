@@ -83,7 +83,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step, or until the lead process is stopped, and write a checkpoint. The exit code is
     TERMINATED after a stop."""
     check_lengths(config, environments_of(config))
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     if args.process == 0:
         put_tokenizer(config.kafka, config.run, config.learner.pretrained)
     prepare_jax(config)

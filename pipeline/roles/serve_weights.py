@@ -36,7 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Update the engines until stopped."""
     serving = replace(config.serving, urls=tuple(args.url)) if args.url else config.serving
-    wait_for_broker(config.kafka)
+    wait_for_broker(config)
     fleet = EngineFleet(
         config.kafka,
         config.run,

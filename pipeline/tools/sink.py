@@ -69,7 +69,7 @@ def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
     if args.follow:
         stop_on_signals(stop)
         if args.archive is None:
-            wait_for_broker(config.kafka)
+            wait_for_broker(config)
     log_of: Callable[[str], LogSource] = partial(TopicSource, config.kafka)
     if args.archive is not None:
         log_of = partial(ArchiveSource, open_store(args.archive))

@@ -49,7 +49,7 @@ def test_an_error_is_its_exit_code_and_a_variable_forbids_forks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RealRun(KafkaConfig(bootstrap_servers="127.0.0.1:1"), "forked", tmp_path)
-    alone = run.start("group")
+    alone = run.start("group", supervisor__ready_timeout_s=0)
     monkeypatch.setenv("REAL_PROCESSES", "1")
     assert not isinstance(run.start("group"), role_server.ForkedRole)
     assert alone.wait(60) == 2

@@ -103,7 +103,12 @@ def test_an_error_cannot_send_commands_to_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "servers"), [("learn", NOBODY), ("ledger", NOBODY), ("topics plan", "no-such-host.invalid:9092")]
+    ("words", "servers"),
+    [
+        ("learn --set supervisor.ready_timeout_s=0", NOBODY),
+        ("ledger", NOBODY),
+        ("topics plan", "no-such-host.invalid:9092"),
+    ],
 )
 def test_no_broker_is_one_line_and_exit_2_for_tools_and_roles(
     words: str, servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""A role that a supervisor starts during an outage waits for a broker, and can be stopped meanwhile."""
+"""A role that starts during an outage waits for a broker, and can be stopped meanwhile."""
 
 import os
 import socket
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.config import RunConfig, SupervisorConfig
 from rollstream.pipeline.process.role_process import READY_VARIABLE, RolePhase
 from rollstream.pipeline.run import broker_wait
 from rollstream.pipeline.run.supervised_role import RoleSpec
@@ -51,13 +52,38 @@ def test_a_supervisor_is_told_that_the_brokers_are_lost_again_before_a_role_is_r
     monkeypatch.setattr(broker_wait, "PHASE", phase)
     monkeypatch.setattr(broker_wait, "LOOK_S", 0.001)
     monkeypatch.setattr(broker_wait.clients, "check_broker", check)
-    broker_wait.wait_for_broker(KafkaConfig())
+    broker_wait.wait_for_broker(RunConfig())
     eventually(
         lambda: phase.name == "ready" and not [t for t in threading.enumerate() if t.name == "outages"], 60, "end"
     )
     os.close(write)
     assert os.read(read, 1000) == 2 * f"{WAITS}nobody is there\n".encode()
     os.close(read)
+
+
+@pytest.mark.parametrize(("outages", "timeout_s"), [(3, 600.0), (1, 0.0)])
+def test_a_role_without_a_supervisor_waits_for_a_broker_for_a_time_that_it_logs(
+    outages: int, timeout_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter([BrokerUnavailable("nobody is there")] * outages)
+
+    def check(_kafka: KafkaConfig) -> None:
+        for error in left:
+            raise error
+
+    monkeypatch.delenv(READY_VARIABLE, raising=False)
+    monkeypatch.setattr(broker_wait, "PHASE", RolePhase())
+    monkeypatch.setattr(broker_wait.clients, "check_broker", check)
+    config = RunConfig(supervisor=SupervisorConfig(ready_timeout_s=timeout_s))
+    if not timeout_s:
+        with pytest.raises(BrokerUnavailable, match="nobody is there"):
+            broker_wait.wait_for_broker(config)
+    else:
+        broker_wait.wait_for_broker(config)
+    assert next(left, None) is None
+    logged = [(record.getMessage(), vars(record)["rollstream_fields"]) for record in caplog.records]
+    expected = [("waits_for_broker", {"timeout_s": 600.0, "problem": "nobody is there"})] if timeout_s else []
+    assert logged == expected
 
 
 @pytest.mark.long
