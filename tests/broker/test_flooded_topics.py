@@ -4,13 +4,11 @@ each command that reads a log answers or says in one line why not, and every rea
 `FLOOD_TOPIC_RECORDS` is the number in each topic in the long form.
 """
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,6 +30,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.wire.catalogue import CATALOGUE, spec_of
 from tests.faults.test_flood import peak_mib
+from tests.model.test_hostile_topics import strict
 from tests.support import planted
 from tests.support.hostile_input import HostileInput
 from tests.support.runs import RealRun
@@ -104,15 +103,6 @@ def flood(run: RealRun, topic: str, records: int) -> None:
             sender.send(run.topic(topic), hostile.value(spec.values), key, partition=0)
         sender.flush(120)
     assert topic_admin.bounds(run.kafka, run.topic(topic))[0][1] - before == records
-
-
-def strict(text: str) -> Any:
-    """Parse JSON by its standard, which has no NaN and no infinities."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def said(run: RealRun, *words: str) -> tuple["subprocess.CompletedProcess[str]", float]:

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from rollstream.consumers.weights.step_log import StepLog
 from tests.simulation.installation import World, installed
 from tests.simulation.roles import MODEL, modelled_roles
 from tests.simulation.threads import virtual_threads
 from tests.support.run_fixtures import _compile_once, compiled, kafka, real_run, run  # noqa: F401
+from tests.support.runs import RealRun
 
 _MOST_STEPS = 3_000_000
 _MARKER_S, _CONNECT_S = 0.02, 0.05
@@ -36,3 +38,11 @@ def broker(request: pytest.FixtureRequest) -> Iterator[str]:
             yield MODEL
         finally:
             world.scheduler.end()
+
+
+@pytest.fixture
+def log(run: RealRun) -> Iterator[StepLog]:  # noqa: F811 the fixture named run
+    """The log of the run's learner."""
+    log = StepLog(run.kafka, run.name, "default")
+    yield log
+    log.close()

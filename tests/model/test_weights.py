@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -37,13 +36,6 @@ from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
 SMALL = WeightsConfig(chunk_bytes=1000, keep_versions=2)
-
-
-@pytest.fixture
-def log(run: RealRun) -> Iterator[StepLog]:
-    log = StepLog(run.kafka, run.name, "default")
-    yield log
-    log.close()
 
 
 def arrays(version: int) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ version; a broker that is killed amid a publication costs time only.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -39,13 +39,6 @@ from tests.support.weights_child import params_of
 CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=8, anchor_every=4)
 DAMAGED = 1
 """Index of the chunk that is damaged: the middle of `table`."""
-
-
-@pytest.fixture
-def log(run: RealRun) -> Iterator[StepLog]:
-    log = StepLog(run.kafka, run.name, "default")
-    yield log
-    log.close()
 
 
 def params(version: int) -> dict[str, np.ndarray]:

@@ -1,9 +1,6 @@
 """Deltas on a real broker: followers that stay fetch the changes, those that join begin at a full version."""
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
 from rollstream.consumers.weights.chains import load_version
 from rollstream.consumers.weights.config import WeightsConfig
@@ -20,13 +17,6 @@ from rollstream.topics.wire.params_digest import params_digest
 from tests.support.runs import RealRun
 
 CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=2, anchor_every=4)
-
-
-@pytest.fixture
-def log(run: RealRun) -> Iterator[StepLog]:
-    log = StepLog(run.kafka, run.name, "default")
-    yield log
-    log.close()
 
 
 def params(version: int) -> dict[str, np.ndarray]:

@@ -1,10 +1,8 @@
 """The ledger's book of calls: each call has one fate."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,7 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import ModelCall, SessionEvent
 from rollstream.topics.wire.codec import encode
 from rollstream.topics.wire.keys import encode_key
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.partition_log import Entry
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 from tests.unit.producers.gateway.test_sessions import START, call, event
@@ -25,13 +23,6 @@ RECORDS = st.lists(
     st.sampled_from(["start", "reward", "end", "failed", "mark", "finished", "cancelled", "call", "again", "unfit"]),
     max_size=12,
 )
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 def record(kind: str, number: int, session: str) -> ModelCall | SessionEvent:

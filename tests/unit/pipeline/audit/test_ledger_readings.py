@@ -1,6 +1,5 @@
 """A ledger over a model of Kafka: what happens to the topics while they are read does not count as a loss."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +7,9 @@ import pytest
 
 from rollstream.pipeline.audit.ledger import LiveLedger, ledger
 from tests.simulation.group_coordinator import Committed
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 from tests.simulation.partition_log import Entry
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 @pytest.mark.parametrize("read_before", [False, True])

@@ -20,12 +20,6 @@ from tests.support.paths import ROOT
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def read(chart: Path, name: str = "values.yaml") -> dict[str, Any]:
     table: dict[str, Any] = yaml.load((chart / name).read_text(), LOADER)
     return table

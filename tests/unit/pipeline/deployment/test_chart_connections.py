@@ -10,12 +10,6 @@ pytestmark = pytest.mark.long
 PASSWORD = "ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD"
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_brokers_whose_connection_the_settings_secure_are_not_of_the_chart(tmp_path: Path) -> None:
     flags = ["-X", "security.protocol=SASL_SSL", "-X", "sasl.password=env:SASL", "-b", "kafka:9093"]
     chart = write_chart(tmp_path, "", *flags)

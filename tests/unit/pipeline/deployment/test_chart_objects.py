@@ -38,12 +38,6 @@ pytestmark = pytest.mark.long
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chart(tmp_path_factory.mktemp("much"))

@@ -45,12 +45,6 @@ def rendered(folder: Path, text: str = MUCH, *flags: str) -> dict[str, Any]:
     return document
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def settings_of(service: dict[str, Any], folder: Path) -> RunConfig:
     """The settings that a process of this service has: those of its file, overridden by its variables."""
     environment = {name: value for name, value in service["environment"].items() if value is not None}

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.atomic_files import lock_directory, write_json
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
+from tests.unit.pipeline.run.test_supervisor import poll_until
 
 ROLE = """
 import sys, time
@@ -101,14 +102,6 @@ def spec(name: str, script: str = ROLE) -> RoleSpec:
 
 def registry(configuration: str = "c") -> ProcessRegistry:
     return ProcessRegistry(Path("processes"), configuration)
-
-
-def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
-    def step() -> bool:
-        supervisor.poll(0.01)
-        return check()
-
-    eventually(step, 60, what)
 
 
 def test_ready_processes_of_the_same_command_are_adopted_and_stopped_like_others() -> None:

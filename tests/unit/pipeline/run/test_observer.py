@@ -1,22 +1,13 @@
 """How many records wait for labels, over a model of Kafka: transaction markers take offsets, and wait for nothing."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from rollstream.pipeline.run.observer import LabelingState, LabelingWatch
 from rollstream.topics.config import KafkaConfig
 from tests.simulation.group_coordinator import Committed
-from tests.simulation.installation import World, installed
+from tests.simulation.installation import World
 
 KAFKA = KafkaConfig(bootstrap_servers="model:1")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    with installed(world):
-        yield world
 
 
 @pytest.mark.parametrize(
