@@ -25,7 +25,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # archive (tests/support/shared_broker.py); with another Java or other jars, Java loads the classes as usual.
 CLASS_ARCHIVE = Path(sys.prefix) / "kafka-classes.jsa"
 if CLASS_ARCHIVE.exists():
-    os.environ.setdefault("JDK_JAVA_OPTIONS", f"-XX:SharedArchiveFile={CLASS_ARCHIVE} -Xshare:auto -Xlog:cds=off")
+    os.environ.setdefault("JDK_JAVA_OPTIONS", f"-XX:SharedArchiveFile={CLASS_ARCHIVE} -Xshare:auto -Xlog:cds*=off")
 
 ROOT = Path(__file__).parent
 MARKED_BY_LOCATION = ("unit", "model", "broker", "containers", "faults", "museum", "browser", "bench")
