@@ -6,7 +6,7 @@ or settings that contradict each other are errors that name the place of the set
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -469,6 +469,15 @@ def secret_variables(config: RunConfig) -> frozenset[str]:
 def inference_urls(config: InferenceConfig) -> tuple[str, ...]:
     """URLs at which workers on this machine reach the inference servers with these settings."""
     return tuple(f"http://{config.host}:{config.port + ordinal}/v1" for ordinal in range(config.replicas))
+
+
+def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
+    """Return a function from the number of the run's inference servers to their URLs; None if the workers use servers
+    other than those of `inference`."""
+    inference = config.inference
+    if not inference.port or config.worker.inference_urls != inference_urls(inference):
+        return None
+    return lambda replicas: inference_urls(replace(inference, replicas=replicas))
 
 
 def to_toml(config: object) -> str:

@@ -5,12 +5,12 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
-from rollstream.pipeline.config import RunConfig, inference_urls
+from rollstream.pipeline.config import RunConfig, servers_of
 from rollstream.pipeline.deployment.description import ENV
 from rollstream.pipeline.process.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.run.broker_wait import wait_for_broker
@@ -94,15 +94,6 @@ async def _play(config: RunConfig, ordinal: int, stop: asyncio.Event) -> bool:
     )
     stopping.cancel()
     return ended.is_set() and not stop.is_set()
-
-
-def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
-    """Return a function from the number of the run's inference servers to their URLs; None if the workers use servers
-    other than those of `inference`."""
-    inference = config.inference
-    if not inference.port or config.worker.inference_urls != inference_urls(inference):
-        return None
-    return lambda replicas: inference_urls(replace(inference, replicas=replicas))
 
 
 def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from rollstream.pipeline.command_line.command_parser import Setting, set_handler
 from rollstream.pipeline.command_line.process_number import add_number
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, servers_of
 from rollstream.pipeline.process.role_process import (
     announce_progress,
     announce_ready,
     inherited_listener,
     run_until_stopped,
 )
-from rollstream.pipeline.roles.env import servers_of
 from rollstream.pipeline.run.broker_wait import wait_for_broker
 from rollstream.producers.gateway.gateway_process import run_gateway
 

@@ -25,7 +25,7 @@ from rollstream.producers.inference.answers import Dialect, Sample
 from rollstream.producers.inference.requests import OPENAI_NEUTRAL
 from rollstream.producers.json_text import readable
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SamplingParams
+from rollstream.topics.records import AnswerSpan, CallAnswer, Int32, ModelCall, SamplingParams
 
 ROUTES: Mapping[str, Dialect] = {"chat/completions": "chat", "completions": "completions"}
 """Dialect of each captured route, below the base URL."""
@@ -114,8 +114,9 @@ class AgentRequest:
         return logprobs is not None and logprobs is not False
 
 
-def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequest:
-    """Check the fields of a request that the gateway reads; the server checks all others. Raises RecordError."""
+def parse_request(route: str, body: Any, idempotency_key: str = "", digest: str = "") -> AgentRequest:
+    """Check the fields of a request that the gateway reads; the server checks all others. `digest` is that of the
+    request in its own dialect, empty for OpenAI's. Raises RecordError."""
     if not isinstance(body, dict):
         raise RecordError("the body must be a JSON object")
     if route == "chat/completions":
@@ -129,7 +130,7 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
     if route == "completions" and not isinstance(body.get("logprobs") or 0, int):
         raise RecordError("logprobs must be an integer")
     prefix = "chatcmpl-" if ROUTES[route] == "chat" else "cmpl-"
-    return AgentRequest(route, body, request_digest(route, body, idempotency_key), prefix)
+    return AgentRequest(route, body, digest or request_digest(route, body, idempotency_key), prefix)
 
 
 def request_digest(route: str, body: Mapping[str, Any], idempotency_key: str) -> str:
@@ -230,11 +231,9 @@ def agent_answer(request: AgentRequest, body: Mapping[str, Any], uid: str) -> di
     return answer
 
 
-def with_prompt(request: AgentRequest, answer: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, Any]:
-    """Return a recorded answer; add the prompt's token ids, which records omit, if the agent asked for them."""
-    if not request.wants_tokens:
-        return dict(answer)
-    ids = list(prompt)
+def with_prompt(answer: Mapping[str, Any], prompt: Int32) -> dict[str, Any]:
+    """Return a recorded answer with the prompt's token ids, which records omit."""
+    ids = prompt.tolist()
     choices = [{**choice, "prompt_token_ids": ids} for choice in answer.get("choices", ())]
     return {**answer, "prompt_token_ids": ids, "choices": choices}
 

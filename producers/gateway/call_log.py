@@ -196,8 +196,7 @@ class CallLog:
             report_growth(lambda: sum(fold.position for fold in self.folds), self.topic, on_progress)
         )
         try:
-            for partition in range(len(self.folds)):
-                await self.current(partition)
+            await asyncio.gather(*map(self.current, range(len(self.folds))))
         finally:
             reporting.cancel()
 

@@ -131,8 +131,9 @@ class CallCapture:
 
     def answer_of(self, session: CapturedSession, request: AgentRequest, call: ModelCall) -> dict[str, Any]:
         """Return the answer of a recorded call as it was first given."""
-        prompt = session.sequences.by_uid[call.uid].prompt
-        return with_prompt(request, decode(call.body), prompt.tolist())
+        answer: dict[str, Any] = decode(call.body)
+        # A prompt is built from all calls before it.
+        return with_prompt(answer, session.sequences.by_uid[call.uid].prompt) if request.wants_tokens else answer
 
     async def answer(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollstream.producers.gateway.streamed_answers import DONE, events_of
+from rollstream.producers.gateway.streamed_answers import events_of
 from rollstream.producers.inference.chat.template import call_object
 from rollstream.producers.inference.dialects.fields import BadRequest, shown
 
@@ -83,8 +83,7 @@ class AnswerStream(ABC):
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Return a whole chat answer in this dialect."""
-        parts: list[Mapping[str, Any] | str] = [*events_of(answer, chat=True, usage=True), DONE]
-        for part in parts:
+        for part in events_of(answer, chat=True, usage=True):
             for _event in self.add(part):
                 pass
         return self.answer()

@@ -42,8 +42,9 @@ def agent_request(route: str, body: Any, idempotency_key: str, known: CallSequen
     form = dialect.chat_request(body, known)
     streamed = {"stream": True, "stream_options": {"include_usage": True}} if body.get("stream") else {}
     return replace(
-        parse_request("chat/completions", {**form.body, **streamed}),
-        digest=request_digest(route, body, idempotency_key),
+        parse_request(
+            "chat/completions", {**form.body, **streamed}, digest=request_digest(route, body, idempotency_key)
+        ),
         prefix=dialect.prefix,
         notes=form.notes,
     )

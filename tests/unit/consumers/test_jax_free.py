@@ -71,3 +71,10 @@ def test_a_learner_loads_environments_without_an_http_client() -> None:
     learner = "import rollstream.pipeline.roles.learn, rollstream.consumers.learner.learner"
     result = python(f"import sys; {learner}; sys.exit('aiohttp' in sys.modules)")
     assert result.returncode == 0, result.stderr
+
+
+def test_a_gateway_starts_without_environments_and_workers() -> None:
+    """A session waits for the start of a gateway that was killed."""
+    unused = "{'rollstream.producers.tasks', 'rollstream.producers.worker', 'rollstream.pipeline.roles.env'}"
+    result = python(f"import sys, rollstream.pipeline.roles.gateway; sys.exit(bool({unused} & sys.modules.keys()))")
+    assert result.returncode == 0, result.stderr
