@@ -181,8 +181,7 @@ CHANGING = (
     "rescore --verifier judge.py:judge",
     "rescore --verifier judge.py:judge --into elsewhere",
     "replay --set grouping.estimator=grpo --into elsewhere",
-    "split --into elsewhere --partitions 4 --wait 1",
-    "migrate nothing run:governed",
+    "import nothing run:governed",
     "prune --yes --keep-batches 0",
 )
 """Commands that change a run, or see what only operators of the cluster see."""
