@@ -23,7 +23,8 @@ _MOVES = re.compile("Live|Quiet")
 @pytest.fixture
 def overseen(broker: str, run_name: str, tmp_path: Path) -> Iterator[SteeredRun]:
     run = SteeredRun(broker, run_name, tmp_path)
-    run.values["ui.port"] = free_port("127.0.0.1")
+    # Without an evaluator a run refuses evaluations.
+    run.values |= {"ui.port": free_port("127.0.0.1"), "evaluation.every_versions": 1000}
     yield run
     run.close()
 

@@ -283,7 +283,7 @@ def odd(kind: str, use: str = "Odd") -> list[str]:
         ("int name", "a Rollout does not fit its schema"),
         ("no role", "a Rollout does not fit its schema: must be string on field role"),
         ("surrogate", "surrogates not allowed"),
-        ("huge", "bytes, but main.rollouts accepts 8387584; shorten the episode"),
+        ("huge", "bytes, but main.rollouts accepts 8387584; set kafka.arrays.url for large token_arrays, shorten the"),
         ("exit", "odd failed on train: SystemExit("),
     ],
 )
