@@ -194,7 +194,7 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         print(compact([{"version": number, "result": result} for number, result in answers.items()]))
     else:
         print(table(("version", "result"), list(answers.items())))
-        sound = sum(result == "sound" for result in answers.values())
+        sound = sum(result == "whole" for result in answers.values())
         print(f"{sound} of {len(answers)} versions are on the log and match their digests")
     return 1 if failed else 0
 
