@@ -65,7 +65,7 @@ def test_an_overseer_is_killed_started_again_and_drained_while_its_page_is_open(
     command(seen, "Drain")
     assert state(run.kafka, run.name)["drain"] == "wanted"
     assert run.process.wait(900) == 0, run.output
-    assert "nothing is in flight" in run.output
+    assert "with nothing in flight" in run.output
     books = ledger(run.kafka, run.name)
     assert (books.problems, books.in_flight) == ([], 0)
     assert seen.errors == []
