@@ -59,8 +59,9 @@ class ArrayFetcher:
         deadline, ended = time.monotonic() + self._wait_s, threading.Event()
 
         def check() -> None:
+            # A read that began before the deadline may take as long again.
             if time.monotonic() > deadline + self._wait_s:
-                raise StoreError(f"{arrays.url} did not answer within {self._wait_s:g} s; check the store")
+                raise StoreError(f"{arrays.url} did not answer within {2 * self._wait_s:g} s; check the store")
 
         arrays = self._arrays
 
@@ -100,11 +101,11 @@ class ArrayFetcher:
         for _row, reason in sorted(missing.items()):
             event(logger, "array_missing", level=logging.WARNING, topic=batches, offset=entry.offset, reason=reason)
         try:
-            sender = Sender(clients.producer(self._kafka))
-            for _row, reason in sorted(missing.items()):
-                headers = error_headers(batches, entry.partition, entry.offset, reason)
-                sender.send(letters, None, encode_key(entry.batch_id), partition=entry.partition, headers=headers)
-            sender.flush(self._wait_s)
+            with Sender(clients.producer(self._kafka)) as sender:
+                for _row, reason in sorted(missing.items()):
+                    headers = error_headers(batches, entry.partition, entry.offset, reason)
+                    sender.send(letters, None, encode_key(entry.batch_id), partition=entry.partition, headers=headers)
+                sender.flush(self._wait_s)
         except RollstreamError as error:
             # A trainer does not end for a letter: the step on record names the row and the reason, too.
             event(logger, "dead_letter_not_written", level=logging.WARNING, error=str(error))

@@ -163,14 +163,14 @@ def day_of(name: str) -> float:
         return math.inf
 
 
-_scanners: Mapping[str, str] = {"Rollout": "token_arrays.stored", "TrainingBatch": "token_arrays.array.stored"}
-_scanner = cache(lambda kind: frame_scanner(kind, {_scanners[kind]}))
+_STORED_FIELDS: Mapping[str, str] = {"Rollout": "token_arrays.stored", "TrainingBatch": "token_arrays.array.stored"}
+_scanner = cache(lambda kind: frame_scanner(kind, {_STORED_FIELDS[kind]}))
 
 
 def names_in(value: bytes | None) -> set[str]:
     """Return the names of the stored arrays that a record names; none for bytes that are no record."""
     kind = codec.kind_of(value)
-    if value is None or kind not in _scanners:
+    if value is None or kind not in _STORED_FIELDS:
         return set()
     scan: ScanFrame = _scanner(kind)
     fields = scan(value)

@@ -9,6 +9,7 @@ import pytest
 
 from rollstream.consumers import array_fetcher
 from rollstream.consumers.array_fetcher import ArrayFetcher
+from rollstream.topics.closing import Closing
 from rollstream.topics.config import ArraysConfig, KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.files.stored_arrays import StoredArrays
@@ -18,11 +19,11 @@ from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 from tests.support.batches import random_batch
 
 
-class Letters:
+class Letters(Closing):
     """Stands in for the sender of dead letters."""
 
     def __init__(self, *, refuses: bool = False) -> None:
-        self.refuses, self.messages = refuses, list[str]()
+        self.refuses, self.messages, self.closed = refuses, list[str](), False
 
     def send(self, _topic: str, _value: bytes | None, _key: bytes, *, partition: int, headers: dict[str, Any]) -> None:
         self.messages.append(f"{partition}: {headers['__streams.errors.message']}")
@@ -30,6 +31,9 @@ class Letters:
     def flush(self, _timeout_s: float) -> None:
         if self.refuses:
             raise DeliveryError("no broker answers")
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.mark.parametrize("refuses", [False, True])
@@ -59,4 +63,4 @@ def test_a_mask_with_negative_ids_and_a_missing_array_are_one_letter_for_their_r
     assert f"uid {batch.uids[2]}" in reason
     assert "holds a negative id; array routed_experts of row 2" in reason
     assert reason.endswith(f"{gone.stored} is missing")
-    assert letters.messages == [f"{batch.partition}: {reason}"]
+    assert (letters.messages, letters.closed) == ([f"{batch.partition}: {reason}"], True)
