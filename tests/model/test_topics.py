@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka.cimpl import NewTopic
 
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.access_rules import TOPICS, access_rules
+from rollstream.pipeline.tools.topics import provision
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
@@ -37,6 +40,17 @@ def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -
             assert settings["segment.bytes"] == str(spec.segment_bytes)
     # Records of weights have a MiB each; those of other compacted topics are small.
     assert spec_of("weights").segment_bytes > spec_of("steps").segment_bytes
+
+
+def test_the_user_that_applies_topics_may_write_and_read_what_that_writes(real_run: RealRun) -> None:
+    config = RunConfig(run=real_run.name, kafka=real_run.kafka, topics=real_run.topics)
+    provision(config)
+    ends = {name: topic_admin.bounds(config.kafka, real_run.topic(name)) for name in (spec.name for spec in CATALOGUE)}
+    written = {name for name, partitions in ends.items() if any(end > 0 for _begin, end in partitions.values())}
+    assert written >= {"journal", "tokenizers"}
+    for operation in ("Write", "Read"):
+        rules = [rule.name for rule in access_rules(config, TOPICS) if operation in rule.operations]
+        assert {real_run.topic(name) for name in written} <= set(rules), operation
 
 
 def test_a_changed_setting_is_shown_and_mended(real_run: RealRun) -> None:
