@@ -110,8 +110,11 @@ async def _check(
             source = "random text, not a server's"
             alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
             server = await stack.enter_async_context(random_server(config, alphabet))
-            while server.version < 0:  # a request before that would be told to come back in a second
-                await asyncio.sleep(0.001)
+            # A request before the server has a version would be told to come back in a second.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(worker.request_timeout_s):
+                    while server.version < 0:
+                        await asyncio.sleep(0.001)
             worker = replace(worker, inference_urls=(server.base_url,), engine="rollstream")
             client = await stack.enter_async_context(_client(worker, worker.request_timeout_s))
         if environment.agent is not None:
