@@ -121,7 +121,10 @@ class LogClient(StorageKVClient):  # type: ignore[misc]
         places = [SamplePlace(*place) if place else None for place in custom_backend_meta or [None] * len(keys)]
         missing = [key for key, place in zip(keys, places, strict=True) if place is None]
         if missing:
-            raise StateRefused(f"samples {', '.join(missing[:5])} have no place on the log: they were not put")
+            raise StateRefused(
+                f"the queue's controller has no place on the log for samples {', '.join(missing[:5])}: they were not "
+                "put, or it refused them, as for another dtype than the field had before, which only its log says"
+            )
         return [_value(field) for field in self._reader.fetch(place for place in places if place)]
 
     def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
