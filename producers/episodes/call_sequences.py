@@ -7,7 +7,6 @@ Sampled tokens are therefore never rendered or tokenized again.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +55,7 @@ class CallSequence:
     shared: int
     """Number of tokens that the prompt takes from the parent's prompt and answer."""
 
-    @cached_property
+    @property
     def prompt_length(self) -> int:
         """Number of tokens of the prompt."""
         return self.shared + len(self.call.prompt)
