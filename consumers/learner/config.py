@@ -5,13 +5,16 @@ schedule. Grouping computes the advantages (grouping.estimator).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from rollstream.consumers.learner.checkpoint_paths import check_learner_name, is_remote
 from rollstream.consumers.learner.objective import (
     LossConfig,
     OptimizerConfig,
+    beside,
     in_pairs,
     needs_reference,
     needs_teacher,
@@ -185,6 +188,9 @@ class LearnerConfig:
     """Shape of the policy."""
     loss: LossConfig = field(default_factory=LossConfig)
     """The loss."""
+    losses: tuple[str, ...] = ()
+    """Losses of single environments, as ENVIRONMENT=LOSS, e.g. chats=ce; all others have `loss`, whose reduction and
+    other settings hold for each."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -239,11 +245,36 @@ class LearnerConfig:
                 f"learner.loss.distillation_coefficient is {self.loss.distillation_coefficient}, but there is no "
                 "teacher; set learner.teacher to a checkpoint directory, or distillation_coefficient to 0"
             )
+        for text in self.losses:
+            if not all(text.partition("=")):
+                raise ConfigurationError(
+                    f"learner.losses: {text!r} names no environment and its loss; write ENVIRONMENT=LOSS, e.g. chats=ce"
+                )
+        names = {self.loss.name, *(text.partition("=")[2] for text in self.losses)}
+        if "dpo" in names and len(names) > 1:
+            raise ConfigurationError(
+                f'learner.losses {list(self.losses)} mixes "dpo" with other losses, but batches are pairs as a whole '
+                'or not at all: train on pairs in a run of its own, with learner.loss.name "dpo" and without losses'
+            )
+        for name in names:
+            beside(self.loss, name)  # Raises for an unknown name.
         if len(self.length_buckets) > 2 or any(not 0 < length < self.sequence_length for length in self.length_buckets):
             raise ConfigurationError(
                 f"learner.length_buckets {list(self.length_buckets)}: give at most two lengths, each below "
                 f"sequence_length {self.sequence_length}"
             )
+
+    @cached_property
+    def loss_of(self) -> Mapping[str, LossConfig]:
+        """Loss of each environment in `losses`, and first, as "", of all others."""
+        pairs = (text.partition("=") for text in (f"={self.loss.name}", *self.losses))
+        losses = {environment: beside(self.loss, name) for environment, _equals, name in pairs}
+        return losses if len(set(losses.values())) > 1 else {"": self.loss}
+
+    @property
+    def every_loss(self) -> tuple[LossConfig, ...]:
+        """Every loss in use, each once; tokens of a microbatch name theirs by its place here."""
+        return tuple(dict.fromkeys(self.loss_of.values()))
 
     @property
     def replays_routing(self) -> bool:

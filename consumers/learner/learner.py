@@ -335,7 +335,7 @@ class _Learner:
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
         """Log a warning when sampler and learner begin to disagree, and from time to time while they do."""
-        warning = mismatch_warning(metrics, self._config.loss)
+        warning = mismatch_warning(metrics, *self._config.every_loss)
         if warning is not None and step >= self._warn_again_at:
             event(logger, "mismatch", level=logging.WARNING, step=step, warning=warning)
             self._warn_again_at = step + _WARN_EVERY_STEPS

@@ -6,8 +6,9 @@ Users' losses, schedules and optimizers are named here and imported in `user_obj
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from rollstream.topics.errors import ConfigurationError
@@ -46,6 +47,8 @@ PAIR_ACCURACY = "pairs/accuracy_mean"
 
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 """Names of the metrics that compare learner and sampler."""
+COMPARED = "mismatch_kl/compared_mean"
+"""With several losses: share of tokens whose loss compares learner and sampler, by which `reported` divides these."""
 
 
 class TokenArrays(NamedTuple):
@@ -370,21 +373,43 @@ def needs_teacher(config: LossConfig) -> bool:
     return config.distillation_coefficient > 0
 
 
+def beside(config: LossConfig, name: str) -> LossConfig:
+    """Return the loss `name` for a step that `config` reduces: with its settings, and its reduction.
+
+    Nothing bounds or weights a loss that does not compare the sampler, because what its rollouts record may mean
+    nothing. Raises ConfigurationError for an unknown loss.
+    """
+    own = replace(config, name=name, reduction=config.recipe.reduction, length_norm=config.recipe.length_norm)
+    if own.compares_sampler:
+        return own
+    bounds: dict[str, Any] = {f"reject_{level}": () for level in REJECTION_LEVELS}
+    return replace(own, importance_sampling="none", sequence_mask_limit=0.0, **bounds)
+
+
 def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of one update as they are reported, given the sums from `policy_loss` over the update.
 
     The effective sample size (Kong, 1992) is a quotient of sums, so it is computed here: (sum w)^2 / (n sum w^2), as a
-    fraction of the n trained tokens; 0 if no token was kept.
+    fraction of the n trained tokens; 0 if no token was kept. With several losses, learner and sampler are compared
+    where a loss does.
     """
     update = dict(metrics)
+    if COMPARED in update:
+        share = float(update.pop(COMPARED))
+        update |= {name: float(update[name]) / share if share else 0.0 for name in MISMATCH_METRICS}
     if WEIGHT_MOMENTS[0] in update:
         mean, square = (float(update.pop(name)) for name in WEIGHT_MOMENTS)
         update[EFFECTIVE_SAMPLES] = mean * mean / square if square else 0.0
     return update
 
 
-def policy_metrics(config: LossConfig, *, reference: bool = False, teacher: bool = False) -> tuple[str, ...]:
+def policy_metrics(
+    config: LossConfig, *others: LossConfig, reference: bool = False, teacher: bool = False
+) -> tuple[str, ...]:
     """Names of the metrics of `policy_loss`, for batches with or without log-probabilities of other models."""
+    if others:
+        each = (policy_metrics(loss, reference=reference, teacher=teacher) for loss in (config, *others))
+        return (*dict.fromkeys(chain.from_iterable(each)), COMPARED)
     names: tuple[str, ...] = (
         "loss",
         "entropy/mean",

@@ -22,7 +22,9 @@ from rollstream.topics.user_code import load_plug_in, source_digest
 
 def user_loss(name: str) -> Callable[..., Any]:
     """Import a user's loss. Raises ConfigurationError if the name does not refer to a function."""
-    return _imported(name, LOSSES, "learner.loss.name is", "a loss is named package.module:function")
+    return _imported(
+        name, LOSSES, "learner.loss.name or learner.losses names", "a loss is named package.module:function"
+    )
 
 
 def user_schedule(name: str) -> Callable[..., Any]:
@@ -42,7 +44,10 @@ def code_of(config: LearnerConfig) -> dict[str, str]:
     """
     optimizer = config.optimizer
     named = (
-        ("learner.loss.name", config.loss.name, RECIPES, user_loss),
+        *(
+            (f"learner.losses.{environment}" if environment else "learner.loss.name", loss.name, RECIPES, user_loss)
+            for environment, loss in config.loss_of.items()
+        ),
         ("learner.optimizer.name", optimizer.name, get_args(Optimizer), user_optimizer),
         ("learner.optimizer.schedule", optimizer.schedule, get_args(Schedule), user_schedule),
     )

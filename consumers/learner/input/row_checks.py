@@ -154,7 +154,7 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
 def replayed_arrays(config: LearnerConfig) -> tuple[str, ...]:
     """Return the names of arrays of rollouts that the learner needs, and that may lie in a store."""
     experts = (ROUTED_EXPERTS,) if config.replays_routing else ()
-    return experts if config.loss.name == "ce" else (*experts, SAMPLING_MASK)
+    return experts if all(loss.name == "ce" for loss in config.every_loss) else (*experts, SAMPLING_MASK)
 
 
 def rows_without_arrays(batch: TrainingBatch, config: LearnerConfig) -> NDArray[np.bool_]:

@@ -5,12 +5,14 @@ the same gradient however an update is split.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from rollstream.consumers.learner.objective import (
+    COMPARED,
+    MISMATCH_METRICS,
     PAIR_ACCURACY,
     WEIGHT_MOMENTS,
     LossConfig,
@@ -19,6 +21,7 @@ from rollstream.consumers.learner.objective import (
     in_pairs,
     needs_reference,
     needs_teacher,
+    policy_metrics,
 )
 from rollstream.consumers.learner.training.corrections import (
     divergence,
@@ -28,7 +31,7 @@ from rollstream.consumers.learner.training.corrections import (
     rejected,
     returns,
 )
-from rollstream.consumers.learner.training.packing import KEPT_POSITIONS, KEPT_TOKENS
+from rollstream.consumers.learner.training.packing import KEPT_POSITIONS, KEPT_TOKENS, LOSS_NUMBERS
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import BLOCKS, Params, hidden, token_logprobs
@@ -49,15 +52,39 @@ def policy_loss(
     batch: Arrays,
     denominators: Arrays,
     whole: Whole = as_given,
+    others: Sequence[LossConfig] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The configured policy-gradient loss, to be minimized, and its metrics.
 
     `batch` holds the arrays of a PackedBatch, [rows, sequence_length]; `denominators` are the numbers of trained
     "tokens" and of "sequences" with a trained token, over the whole update in all processes, float32 and at least 1.
-    `params` may be shares, from which `whole` makes whole parameters in the compute dtype. See `policy_loss_of`.
+    `params` may be shares, from which `whole` makes whole parameters in the compute dtype. See `policy_loss_of`. With
+    `others`, the loss is the sum of every loss over its own tokens, which the batch numbers (0: `config`).
     """
     logprobs, entropy = _next_token_logprobs(params, model, compute, batch, whole)
+    if others:
+        return _mixed_loss_of(logprobs, entropy, (config, *others), batch, denominators)
     return policy_loss_of(logprobs, entropy, config, batch, denominators)
+
+
+def _mixed_loss_of(
+    logprobs: jax.Array, entropy: jax.Array, losses: Sequence[LossConfig], batch: Arrays, denominators: Arrays
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The sum of `policy_loss_of` for each of several losses with equal reductions, over the tokens with its number.
+
+    Tokens of a loss without importance weights have weight 1, and those of a loss that does not compare the sampler are
+    not compared: see `objective.reported`.
+    """
+    names = policy_metrics(*losses, reference="reference_log_probs" in batch, teacher="teacher_log_probs" in batch)
+    sums = dict.fromkeys(names, jnp.zeros(()))
+    for number, config in enumerate(losses):
+        mask = batch["loss_mask"] * (batch[LOSS_NUMBERS] == number)
+        _, own = policy_loss_of(logprobs, entropy, config, {**batch, "loss_mask": mask}, denominators)
+        share = jnp.sum(mask[:, 1:]) / denominators["tokens"]
+        weights = dict.fromkeys(("importance/weight_mean", *WEIGHT_MOMENTS), share)
+        compared = {COMPARED: share} if config.compares_sampler else dict.fromkeys(MISMATCH_METRICS, jnp.zeros(()))
+        sums = {name: value + {**weights, **own, **compared}.get(name, 0.0) for name, value in sums.items()}
+    return sums["loss"], sums
 
 
 def policy_loss_of(

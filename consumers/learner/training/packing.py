@@ -4,7 +4,7 @@ First-fit decreasing, deterministic: the same rollouts in the same order give th
 writes what every position has of its own, 9 bytes, and five numbers a segment; `unpacking` derives the rest on devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SA
 
 TooLong = Literal["skip", "truncate", "error"]
 KEPT_POSITIONS, KEPT_TOKENS = "kept_positions", "kept_tokens"
+LOSS_NUMBERS = "loss_numbers"
 _FEWEST_KEPT = 4
 """Least room for kept tokens, for each position of a row."""
 NO_PAIRS = (
@@ -58,6 +59,8 @@ class TrainingSequence(NamedTuple):
     """Number of the tokens among which each token was drawn, [tokens], 0 if among all; None if every token was."""
     kept_tokens: NDArray[Any] | None = None
     """These tokens, those of the first token first, [sum of the numbers]."""
+    environment: str = ""
+    """Environment of the rollout, by which its loss is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,9 @@ class PackedBatch:
     own: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Further arrays [rows, length]: "reference_log_probs" if they are asked for, and "advantages" if some segment has
     different ones, instead of the advantages of segments. "routed_experts", [rows, length, layers, experts of a token],
-    if they are asked for. "kept_positions" and "kept_tokens", int32 [rows, M], if tokens were drawn from parts of the
-    vocabulary: position in the row and one kept token each, in padding a position beyond the row."""
+    if they are asked for. "loss_numbers", uint8, if there are several losses: place of each token's loss among
+    LearnerConfig.every_loss. "kept_positions" and "kept_tokens", int32 [rows, M], if tokens were drawn from parts of
+    the vocabulary: position in the row and one kept token each, in padding a position beyond the row."""
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -192,7 +196,7 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     Log-probabilities recorded before the temperature was applied ("raw") or under greedy sampling are at temperature 1.
     """
     splits, reference = batch.splits.tolist(), batch.reference_logprobs
-    arrays = token_arrays_of(batch)
+    arrays, cut, groups = token_arrays_of(batch), batch.truncated.tolist(), batch.group_index.tolist()
     temperatures = np.where(batch.logprobs_processed, batch.temperatures, 1.0).tolist()
     return [
         TrainingSequence(
@@ -206,9 +210,10 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
             routed_experts=named.get(ROUTED_EXPERTS),
             kept_counts=named.get(SAMPLING_MASK_COUNTS),
             kept_tokens=named.get(SAMPLING_MASK),
+            environment=batch.groups[group].environment,
         )
-        for start, end, advantages, temperature, truncated, named in zip(
-            splits[:-1], splits[1:], _advantages(batch), temperatures, batch.truncated.tolist(), arrays, strict=True
+        for start, end, advantages, temperature, truncated, named, group in zip(
+            splits[:-1], splits[1:], _advantages(batch), temperatures, cut, arrays, groups, strict=True
         )
     ]
 
@@ -250,7 +255,7 @@ def pack_for(
         # "refuse" checks the settings at the start; a step on record may still have rollouts that are too long, which
         # are left out.
         too_long="skip" if config.too_long == "refuse" else config.too_long,
-        loss=config.loss,
+        losses=config.loss_of,
         carried_reference=config.reference == "carried",
         experts=config.model if config.replays_routing else None,
         numbers=numbers,
@@ -266,7 +271,7 @@ def pack(
     length_buckets: Sequence[int] = (),
     minibatches: int = 1,
     too_long: TooLong = "error",
-    loss: LossConfig | None = None,
+    losses: Mapping[str, LossConfig] | None = None,
     carried_reference: bool = False,
     experts: DecoderConfig | None = None,
     numbers: Sequence[int] | None = None,
@@ -276,8 +281,8 @@ def pack(
 
     A microbatch has `rows` rows of `sequence_length`, or proportionally more rows of a bucket. Longest first, each
     sequence goes into the first row with room; shorter sequences fill room left in microbatches of longer rows before
-    a microbatch of their own bucket is started. `loss` gives the weights of tokens, and whether truncated sequences
-    are trained on.
+    a microbatch of their own bucket is started. `losses`, as in LearnerConfig.loss_of, give the weights of tokens, and
+    whether truncated sequences are trained on.
 
     With `experts`, the model whose experts are replayed, microbatches have "routed_experts", which are unknown where a
     sequence names none.
@@ -289,9 +294,9 @@ def pack(
     in pairs, rollouts 2k and 2k + 1 of the step are a pair and get into the same row, one after the other; a pair of
     which one is missing, or that is too long for a row, raises ConfigurationError.
     """
-    loss = loss or LossConfig()
+    losses = losses or {"": LossConfig()}
     numbers = range(len(sequences)) if numbers is None else numbers
-    pairs = in_pairs(loss)
+    pairs = in_pairs(losses[""])
     if pairs:
         _check_pairs(sequences, numbers, sequence_length)
     lengths = [len(sequence.tokens) for sequence in sequences]
@@ -313,11 +318,14 @@ def pack(
             if too_long == "skip":
                 continue
             sequence = _cut(sequence, sequence_length)
+        if losses.get(sequence.environment, losses[""]).name == "ce":
+            # Supervised training is over the whole vocabulary, whoever sampled the tokens.
+            sequence = sequence._replace(kept_counts=None)
         if length:
             shares[(number - number % 2 if pairs else number) * minibatches // total].append(sequence)
     shapes = _rows_by_length(rows, sequence_length, length_buckets)
     return PackedStep(
-        updates=tuple(_update(share, shapes, loss, carried_reference, experts) for share in shares),
+        updates=tuple(_update(share, shapes, losses, carried_reference, experts) for share in shares),
         too_long=sum(length > sequence_length for length in lengths),
     )
 
@@ -361,13 +369,13 @@ def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
 def _update(
     sequences: Sequence[TrainingSequence],
     shapes: dict[int, int],
-    loss: LossConfig,
+    losses: Mapping[str, LossConfig],
     reference: bool,
     experts: DecoderConfig | None,
 ) -> PackedUpdate:
     """Pack one update; `shapes` gives the rows of a microbatch by row length, longest first."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    if in_pairs(loss):
+    if in_pairs(losses[""]):
         placed = [
             (np.stack([2 * items, 2 * items + 1], axis=1).ravel(), np.repeat(bins, 2))
             for items, bins in layout(lengths.reshape(-1, 2).sum(axis=1), shapes)
@@ -375,7 +383,7 @@ def _update(
     else:
         placed = layout(lengths, shapes)
     packed = [
-        _microbatch([sequences[i] for i in items[own]], bins[own] - first, rows, length, loss, reference, experts)
+        _microbatch([sequences[i] for i in items[own]], bins[own] - first, rows, length, losses, reference, experts)
         for (length, rows), (items, bins) in zip(shapes.items(), placed, strict=True)
         for first in range(0, int(bins.max(initial=-1)) + 1, rows)
         for own in [(bins >= first) & (bins < first + rows)]
@@ -394,7 +402,7 @@ def _microbatch(
     bins: NDArray[np.int64],
     rows: int,
     length: int,
-    loss: LossConfig,
+    losses: Mapping[str, LossConfig],
     reference: bool,
     experts: DecoderConfig | None,
 ) -> tuple[PackedBatch, list[int]]:
@@ -408,10 +416,14 @@ def _microbatch(
         own["reference_log_probs"] = _aligned((rows, length), np.float32)
     if any(len(sequence.advantages) > 1 for sequence in sequences):
         own["advantages"] = _aligned((rows, length), np.float32)
+    every = tuple(dict.fromkeys(losses.values()))
+    if len(every) > 1:
+        own[LOSS_NUMBERS] = np.zeros((rows, length), np.uint8)
     ends, counts, trained = [0] * rows, [0] * rows, []
     # Row and place within the row, then the numbers of the segment.
     segments: list[tuple[float, ...]] = []
     for row, sequence in zip(bins.tolist(), sequences, strict=True):
+        loss = losses.get(sequence.environment, losses[""])
         begin, size = ends[row], len(sequence.tokens)
         ends[row] += size
         span = row, slice(begin, begin + size)
@@ -420,7 +432,7 @@ def _microbatch(
         mask[span] = sequence.loss_mask
         mask[row, begin] = False
         for name, array in own.items():
-            array[span] = getattr(sequence, name)
+            array[span] = every.index(loss) if name == LOSS_NUMBERS else getattr(sequence, name)
         weight, count = 0.0, int(np.count_nonzero(sequence.loss_mask[1:]))
         if count and trains(loss, sequence.truncated):
             trained.append(count)
@@ -437,8 +449,7 @@ def _microbatch(
             segments.append((row, counts[row], end, 0, 0.0, 0.0, 1.0))
     if experts is not None:
         own["routed_experts"] = _experts(experts, sequences, bins, rows, length)
-    # Supervised training is over the whole vocabulary, whoever sampled the tokens.
-    if loss.name != "ce" and any(sequence.kept_counts is not None for sequence in sequences):
+    if any(sequence.kept_counts is not None for sequence in sequences):
         own |= _kept(sequences, bins, rows, length)
     table[:, 0] = length
     numbers = np.array(segments)

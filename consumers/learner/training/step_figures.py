@@ -66,18 +66,20 @@ def throughput_metrics(config: LearnerConfig, tokens: float, seconds: float) -> 
     return figures
 
 
-def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | None:
+def mismatch_warning(metrics: Mapping[str, float], config: LossConfig, *others: LossConfig) -> str | None:
     """Return a warning that names the likely cause, or None if sampler and learner agree within the limits.
 
     `metrics` are from one step: mismatch_kl/mean, mismatch_log_ratio/mean and off_policy/staleness. The first two
     are zero up to rounding for a policy compared with itself. For different policies the mean log ratio is minus their
-    divergence, so negative, if the tokens were drawn with the recorded probabilities.
+    divergence, so negative, if the tokens were drawn with the recorded probabilities. `others` are the other losses of
+    the step, which have the same limits.
     """
     divergence, log_ratio = metrics.get("mismatch_kl/mean", 0.0), metrics.get("mismatch_log_ratio/mean", 0.0)
     staleness = metrics.get("off_policy/staleness", 0.0)
     fresh = staleness == 0.0
     limit = config.mismatch_limit + staleness * config.stale_mismatch_limit
-    if divergence <= limit or not config.compares_sampler:  # The comparison is False for NaN.
+    compares = any(loss.compares_sampler for loss in (config, *others))
+    if divergence <= limit or not compares:  # The comparison is False for NaN.
         return None
     if not math.isfinite(divergence):
         cause = "recorded log-probabilities or parameters of the learner that are not numbers"

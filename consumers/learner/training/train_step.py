@@ -37,6 +37,7 @@ from rollstream.consumers.learner.training.loss import (
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
 from rollstream.consumers.learner.training.packing import (
+    LOSS_NUMBERS,
     PackedBatch,
     PackedStep,
     TrainingSequence,
@@ -176,7 +177,8 @@ class TrainStep:
             attention=config.attention,
             scanned=_scanned(config),
         )
-        policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
+        first, *others = config.every_loss
+        policy = partial(policy_loss, model=config.model, compute=self._compute, config=first, others=others)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
         self._unpacked = {
             length: self._jit(partial(unpacked, length=length), (self._rows, everywhere), self._rows)
@@ -237,6 +239,8 @@ class TrainStep:
                 model = self.config.model
                 experts = (rows, length, model.num_hidden_layers, model.num_experts_per_tok)
                 batch["routed_experts"] = _shape(experts, expert_dtype(model), self._rows)
+            if len(self.config.every_loss) > 1:
+                batch[LOSS_NUMBERS] = _shape((rows, length), jnp.uint8, self._rows)
             own = set(self._extra_log_probs) - {"teacher_log_probs"}
             # Both are the same program unless the policy's experts are replayed.
             for name in sorted(own)[: 2 if self.config.replays_routing else 1]:
@@ -324,7 +328,7 @@ class TrainStep:
         values = [reported(value) for value in jax.device_get(all_metrics)]
         counted = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
         means = {name: float(np.mean([value[name] for value in counted])) for name in counted[0]}
-        if not needs_proximal(self.config.loss, self.updates_per_step):
+        if not all(needs_proximal(loss, self.updates_per_step) for loss in self.config.every_loss):
             # Later updates would compare the sampler with a policy that the step has already changed.
             means |= {name: float(counted[0][name]) for name in MISMATCH_METRICS}
         means["optim/lr"] = float(values[-1]["optim/lr"])
@@ -390,7 +394,7 @@ class TrainStep:
         computed = ["reference_log_probs"] if self.config.reference not in ("", "carried") else []
         if self.config.teacher:
             computed.append("teacher_log_probs")
-        if needs_proximal(self.config.loss, self.updates_per_step):
+        if any(needs_proximal(loss, self.updates_per_step) for loss in self.config.every_loss):
             computed.append("proximal_log_probs")
         return tuple(computed)
 
@@ -415,7 +419,7 @@ class TrainStep:
 
     def _policy_metrics(self) -> tuple[str, ...]:
         config = self.config
-        return policy_metrics(config.loss, reference=bool(config.reference), teacher=bool(config.teacher))
+        return policy_metrics(*config.every_loss, reference=bool(config.reference), teacher=bool(config.teacher))
 
     def _log_probs_of(self, model: DecoderConfig, shardings: Any) -> Any:
         """Jit the log-probabilities of a model whose parameters have these shardings."""

@@ -175,6 +175,7 @@ def test_a_limit_on_advantages_that_is_none_is_refused(limit: float) -> None:
 
 PAIRS = replace(
     BATCH,
+    groups=BATCH.groups * len(BATCH),
     group_index=np.arange(len(BATCH), dtype="<i4") // 2,
     advantages=np.repeat(np.where(np.arange(len(BATCH)) % 2, -1.0, 1.0), np.diff(BATCH.splits)).astype("<f4"),
 )

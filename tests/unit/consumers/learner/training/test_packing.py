@@ -262,9 +262,8 @@ def test_the_two_of_a_pair_lie_in_one_row_one_after_the_other_and_in_one_minibat
         each._replace(advantages=np.float32([(-1.0) ** (index % 2 + index // 2)]))
         for index, each in enumerate(sequences(lengths))
     ]
-    step = pack(
-        pairs, rows=ROWS, sequence_length=LENGTH, length_buckets=BUCKETS, minibatches=3, loss=LossConfig(name="dpo")
-    )
+    losses = {"": LossConfig(name="dpo")}
+    step = pack(pairs, rows=ROWS, sequence_length=LENGTH, length_buckets=BUCKETS, minibatches=3, losses=losses)
     firsts = [100 * index + 1 for index in range(len(pairs))]
     collected: list[int] = []
     for update in step.updates:
@@ -281,7 +280,7 @@ def test_half_a_pair_and_a_pair_longer_than_a_row_are_refused() -> None:
     one, two = (
         each._replace(advantages=np.float32([sign])) for each, sign in zip(sequences([5, 5]), (1, -1), strict=True)
     )
-    settings = {"rows": ROWS, "sequence_length": LENGTH, "loss": LossConfig(name="dpo")}
+    settings = {"rows": ROWS, "sequence_length": LENGTH, "losses": {"": LossConfig(name="dpo")}}
     with pytest.raises(ConfigurationError, match="lacks one of its two"):
         pack([one], numbers=[2], rollouts=4, **settings)
     with pytest.raises(ConfigurationError, match="lacks one of its two"):
