@@ -118,7 +118,6 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
     """The settings that change what a step computes, by name."""
     settings = asdict(config)
     for name in (
-        *(() if config.losses else ("losses",)),  # Without it, a checkpoint has the text of those before this setting.
         "name",
         "take_over",
         "input_run",
