@@ -111,6 +111,23 @@ def test_the_wheel_installs_with_pip_into_an_empty_environment_and_answers(insta
         assert answer.startswith(("rollstream 0.1.0", f"usage: {' '.join(command)}"))
 
 
+def test_the_readme_lists_every_extra_that_a_page_names_and_all_are_those_above() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    cells = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = [name.strip("`") for cell in cells for name in cell.split(", ")]
+    assert set(extras) - set(listed) == {"dev", "peers"}, "what only work on rollstream itself needs"
+    named = {
+        name
+        for page in tracked("*.md")
+        for group in re.findall(r"rollstream\[([\w,-]+)\]", (ROOT / page).read_text())
+        for name in group.split(",")
+    }
+    assert "verifiers" in named
+    assert named <= set(listed)
+    [together] = re.findall(r"\[(.+)\]", *extras["all"])
+    assert set(together.split(",")) == set(listed[: listed.index("all")]) - {"tpu"}
+
+
 @pytest.mark.long
 def test_users_own_files_of_our_folders_names_do_not_matter(installation: Path, tmp_path: Path) -> None:
     for name in ("infra", "consumers"):
