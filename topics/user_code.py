@@ -3,6 +3,7 @@
 Some settings also take the name of an entry point of an installed package.
 """
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -33,8 +34,7 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
         raise ConfigurationError(f"{named_by} {name!r}; {kind} or path/to/file.py:Name")
     try:
         module = _load_file(Path(source)) if is_file else importlib.import_module(source)
-        return getattr(module, attribute)
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+    except (ModuleNotFoundError, OSError) as error:
         raise ConfigurationError(
             f"{named_by} {name!r}, which cannot be imported: {error}; install its package where rollstream is "
             "installed, or name the file: path/to/file.py:Name"
@@ -43,6 +43,11 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
         raise
     except Exception as error:  # users' code may raise any error
         raise ConfigurationError(f"{named_by} {name!r}, which cannot be imported: {_raised(error)}") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, vars(module), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigurationError(f"{named_by} {name!r}, but {source} has no attribute {attribute!r}{hint}")
+    return getattr(module, attribute)
 
 
 def load_file(path: Path, named_by: str) -> ModuleType:

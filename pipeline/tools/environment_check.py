@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -379,7 +380,8 @@ def _as_text(
                 for rollout in group.rollouts
             ]
             lines.append(table(("member", "reward", "tokens", "trained", "end", "components"), members))
-        lines += [f"failed: {printable(error)}" for error in group.errors]
+        failures = Counter(printable(error) for error in group.errors)
+        lines += [f"{count} failed: {error}" for error, count in failures.items()]
     each_ms = 1000 * times.total_s / max(times.episodes, 1)
     lines += [
         "",

@@ -124,6 +124,15 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     return Tool(schema={"type": "function", "function": shown}, answer=answer)
 
 
+def _made(tool: Callable[..., Any] | Tool) -> Tool:
+    return tool if isinstance(tool, Tool) else tool_of(tool)
+
+
+def schemas_of(tools: Sequence[Callable[..., Any] | Tool | Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return OpenAI's descriptions of tools, of which some may be descriptions already. Raises as `tool_of` does."""
+    return [tool if isinstance(tool, Mapping) else _made(tool).schema for tool in tools]
+
+
 class Chat:
     """One conversation with the policy. `messages` holds it so far."""
 
@@ -131,8 +140,7 @@ class Chat:
         """Raises ConfigurationError for a function that cannot be a tool."""
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._ask = ask
-        made = [tool if isinstance(tool, Tool) else tool_of(tool) for tool in tools]
-        self._tools = {tool.name: tool for tool in made}
+        self._tools = {tool.name: tool for tool in map(_made, tools)}
 
     async def __call__(self, *messages: str | ChatMessage) -> ChatReply:
         """Add messages, of which a text is the user's, and return the policy's reply, which is added, too."""

@@ -118,7 +118,8 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     """Messages in the format of OpenAI's protocol."""
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] = ()
+    """Functions, or their descriptions in OpenAI's format, that the policy is shown."""
     turn: str
     """The turn as the policy writes it, with tool calls in the format of its chat template."""
 

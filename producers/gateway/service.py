@@ -378,7 +378,7 @@ class SessionService:
         if isinstance(error, ContextTooLong):
             continued = continued_call(request, session.sequences)
             calls = session.calls[-1:] if continued is None else [continued[0].call]
-            await self._change(session, "truncated", uids=tuple(call.uid for call in calls))
+            await self._change(session, "truncated", reason=str(error), uids=tuple(call.uid for call in calls))
         else:
             await self.fail(session, f"a model call failed: {error}")
 

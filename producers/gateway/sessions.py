@@ -117,6 +117,8 @@ class CapturedSession:
     """Why the episode cannot be trained on; empty if it can."""
     cut_calls: set[str] = field(default_factory=set)
     """Uids of the calls after which a server refused the next one, because the context had become too long."""
+    refusal: str = ""
+    """What the server said when it last refused a call for its length."""
     ended: bool = False
     abandoned: bool = False
     reward_overdue: bool = False
@@ -158,7 +160,7 @@ class CapturedSession:
         if not (self.ended or self.abandoned):
             return None
         if not any(answer.tokens.size for call in self.calls for answer in call.answers):
-            return Closed("no model call was made")
+            return Closed(f"no model call was made{self.refusal and ': '}{self.refusal}")
         if self.scored:
             return Closed()
         if self.abandoned:
@@ -231,6 +233,7 @@ class CapturedSession:
             self.failure = event.reason or "the agent says so"
         elif event.kind == "truncated":
             self.cut_calls.update(event.uids)
+            self.refusal = event.reason
         elif event.kind == "end":
             self.ended = True
         elif event.kind == "reward":

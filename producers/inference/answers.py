@@ -92,10 +92,11 @@ def refusal_of(status: int, text: str, *, source: str) -> InferenceRefused:
 
     Recognises OpenAI's code and the texts of vLLM and SGLang.
     """
-    quoted = " ".join(text.split())[:_QUOTED]
+    error = _error_object(text)
+    quoted = " ".join(str(error.get("message") or text).split())[:_QUOTED]
     message = f"{source} refused the request: {status} {quoted}"
     lower = text.lower()
-    if status in (400, 413, 422) and (_error_code(text) in _TOO_LONG_CODES or any(t in lower for t in _TOO_LONG_TEXTS)):
+    if status in (400, 413, 422) and (str(error.get("code")) in _TOO_LONG_CODES or any(t in lower for t in _TOO_LONG_TEXTS)):
         return ContextTooLong(message, status)
     return InferenceRefused(message, status)
 
@@ -284,14 +285,14 @@ def _token_ids(values: Sequence[int]) -> Int32:
     return array.astype(np.int32)
 
 
-def _error_code(text: str) -> str:
-    """Return the code of an error object, nested as OpenAI does or flat as SGLang does; empty if there is none."""
+def _error_object(text: str) -> dict[str, Any]:
+    """Return the error object of an answer, nested as OpenAI does or flat as SGLang does; empty if there is none."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
-        return ""
+        return {}
     error = body.get("error", body) if isinstance(body, dict) else None
-    return str(error.get("code") or "") if isinstance(error, dict) else ""
+    return error if isinstance(error, dict) else {}
 
 
 def _first(*values: Any) -> Any:

@@ -6,11 +6,12 @@ Calls the named class with the entry's options; the result must follow one of th
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, overload
 
 from rollstream.producers.config import EnvironmentConfig, TasksConfig, WorkerConfig
+from rollstream.producers.environments.chat import schemas_of
 from rollstream.producers.environments.environment import (
     AgentEnvironment,
     Conversation,
@@ -149,9 +150,12 @@ class LoadedEnvironment:
         return list(offered(seed, n)) if offered else []
 
     def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
-        """Return at most `n` conversations that teach the format; none if the environment offers none."""
+        """Return at most `n` conversations that teach the format; none if the environment offers none.
+
+        Functions among their tools are described, as in an episode. Raises ConfigurationError for one that cannot be.
+        """
         offered = getattr(self.environment, "warm_start_conversations", None)
-        return list(offered(seed, n)) if offered else []
+        return [replace(each, tools=schemas_of(each.tools)) for each in (offered(seed, n) if offered else ())]
 
 
 def load_environments(

@@ -28,6 +28,7 @@ from .pipeline.config import RunConfig
 from .producers.environments.chat import Chat, ChatEnvironment, ChatReply, Tool
 from .producers.environments.environment import (
     AgentEnvironment,
+    Conversation,
     Endpoint,
     Environment,
     Episode,
@@ -86,6 +87,7 @@ __all__ = [
     "ChatReply",
     "ChunkStepResult",
     "ConfigurationError",
+    "Conversation",
     "DeadlineExceeded",
     "DeliveryError",
     "Endpoint",

@@ -9,6 +9,9 @@ import pytest
 from rollstream.pipeline.command_line.cli import main
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run.run_environments import environments_of
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environments.chat import tool_of
+from rollstream.producers.tasks.environment_loading import with_settings
 from tests.support.pages import page
 
 PAGE = page("environments").partition("\n## Rewards\n")[0]
@@ -43,8 +46,11 @@ def test_the_page_leads_from_questions_to_a_game_and_a_mixture(
         "environment shop",
     ]
     names: dict[str, object] = {}
-    for holding in ("class MyGame", "class Shop", "class Guess", "ScriptedPolicy("):
+    for holding in ("class MyGame", "class Shop", "class TaughtShop", "class Guess", "ScriptedPolicy("):
         exec(compile(block("python", holding), f"docs/environments.md, {holding}", "exec"), names)
+    taught = with_settings(names["TaughtShop"](), WorkerConfig())  # type: ignore[operator]
+    [shown] = taught.warm_start_conversations(0, 1)
+    assert shown.tools == [tool_of(names["price"]).schema]  # type: ignore[arg-type]
     Path("mixture.toml").write_text(block("toml", "large-sums"), encoding="utf-8")
     config = load(Path("mixture.toml"), flags=["environments.2.weight=1"])
     environments = environments_of(config)

@@ -62,7 +62,8 @@ def test_a_file_beside_users_code_does_not_replace_an_installed_module(
         ("..pkg:Maker", "names '..pkg:Maker'; a maker is named package.module:Class or path/to/file.py:Name"),
         ("makers/mine:Maker", "names 'makers/mine:Maker'; a maker is named .* path/to/file.py:Name"),
         ("no_such_module:Maker", "No module named 'no_such_module'; install its package .* path/to/file.py:Name"),
-        ("pathlib:Nothing", "has no attribute 'Nothing'"),
+        ("pathlib:Nothing", r"names 'pathlib:Nothing', but pathlib has no attribute 'Nothing'$"),
+        ("pathlib:Pth", "has no attribute 'Pth'; did you mean 'Path'"),
         ("no_such_file.py:Maker", "No such file or directory"),
     ],
 )
@@ -78,6 +79,9 @@ def test_whatever_error_a_file_raises_is_one_line_with_the_place(
     file = tmp_path / "env.py"
     file.write_text("NAME = 1\nraise RuntimeError('no\\ngood')\n")
     with pytest.raises(ConfigurationError, match=r"cannot be imported: RuntimeError: no good \(env\.py, line 2\)$"):
+        load(f"{file}:NAME")
+    file.write_text("from pathlib import Pth\n")
+    with pytest.raises(ConfigurationError, match=r"ImportError: cannot import name 'Pth' .* \(env\.py, line 1\)$"):
         load(f"{file}:NAME")
 
 

@@ -402,6 +402,9 @@ def test_a_conversation_is_shown_as_the_chat_template_renders_it_with_the_tools(
             line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and "^" not in line
         )
         assert shown in tokens, template
+    code, report = checked(capsys, *flags[:-1], "--set=learner.sequence_length=64")
+    assert code == 1
+    assert "raise inference.max_model_len" in report["groups"][0]["errors"][0]
 
 
 def test_an_environment_whose_prompts_are_a_lazy_list_can_be_checked(

@@ -155,6 +155,9 @@ def test_a_session_without_a_call_becomes_no_rollout() -> None:
     closed = folded((1, event("reward", scored=True, reward=1.0)), (2, event("end"))).closed
     assert closed
     assert closed.reason == "no model call was made"
+    closed = folded((1, event("truncated", reason="300 tokens")), (2, event("end"))).closed
+    assert closed
+    assert closed.reason == "no model call was made: 300 tokens"
 
 
 def test_a_call_after_the_end_is_in_no_rollout() -> None:

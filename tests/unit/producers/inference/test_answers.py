@@ -242,11 +242,18 @@ def test_a_refusal_for_length_is_told_apart(text: str) -> None:
     assert not isinstance(refusal_of(500, text, source="http://h"), ContextTooLong)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "bad", '{"error": {"message": "n must be at least 1", "code": 400}}'])
-def test_any_other_refusal_quotes_the_server(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        *((text, text) for text in ("", "[]", "bad", '{"error": {"code": 400}}')),
+        ('{"error": {"message": "n must be at least 1", "code": 400}}', "n must be at least 1"),
+        ('{"message": "n must be\\nat least 1"}', "n must be at least 1"),
+    ],
+)
+def test_any_other_refusal_quotes_the_server(text: str, quoted: str) -> None:
     refusal = refusal_of(400, text, source="http://h/v1/completions")
     assert not isinstance(refusal, ContextTooLong)
-    assert str(refusal) == f"http://h/v1/completions refused the request: 400 {text}"
+    assert str(refusal) == f"http://h/v1/completions refused the request: 400 {quoted}"
 
 
 json_values = st.recursive(

@@ -202,7 +202,7 @@ def test_prompts_may_be_a_lazy_list(game: Path) -> None:
         ("Broken", {}, "no good"),
         ("Needy", {}, "without options cannot be made: .*words"),
         ("number", {}, "is a int; name a class"),
-        ("Missing", {}, "cannot be imported"),
+        ("Missing", {}, "has no attribute 'Missing'"),
         ("Unstopped", {}, r"Unstopped has stop = None; set it to the texts that end a turn"),
         ("Numbered", {}, r"Numbered has stop = \(3,\); set it to the texts that end a turn"),
         ("Given", {"kind": "generator"}, r"given returns a generator from prompts\('train'\); return a list"),
