@@ -1,8 +1,9 @@
 """Settings with which the processes of a run were started, and those of them that differ from the defaults."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.config import RunConfig, inference_urls, load
 from rollstream.pipeline.settings import flattened, plain
 from rollstream.producers.config import EnvironmentConfig
 
@@ -33,7 +34,7 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
     """Return the changed settings of a run; None if this machine lacks the file that the run's processes read.
 
     Defaults are those of a run with the same name, directory and seed, so that settings derived from these do not count
-    as changed. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises the errors of `settings_of`.
+    as changed; nor do ports, and the addresses of the run's own servers, which differ at each start. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises the errors of `settings_of`.
     """
     run = settings_of(config)
     if run is None:
@@ -43,12 +44,25 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
     for number, entry in enumerate(run.environments):
         defaults |= dict(flattened(plain(EnvironmentConfig(use=entry.use)), f"environments.{number}."))
         del defaults[f"environments.{number}.use"]
+    places = {"run", "data_dir", "inference.port", "ui.port"}
+    if run.inference.port and run.worker.inference_urls == inference_urls(run.inference):
+        places.add("worker.inference_urls")
     changed = [
         ChangedSetting(key, value, defaults.get(key, ""))
         for key, value in flattened(plain(run))
-        if defaults.get(key) != value and key not in ("run", "data_dir")
+        if defaults.get(key) != value and key not in places
     ]
     return sorted(changed, key=_place)
+
+
+def differing_settings(sides: Sequence[Sequence[ChangedSetting]]) -> dict[str, list[str]]:
+    """Return the settings that differ among runs, by key in the order of `changed_settings`: a value for each run."""
+    defaults = {each.key: each for side in sides for each in side}
+    values = [{each.key: each.value for each in side} for side in sides]
+    rows = {
+        each.key: [side.get(each.key, each.default) for side in values] for each in sorted(defaults.values(), key=_place)
+    }
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def _place(setting: ChangedSetting) -> tuple[int, str]:

@@ -217,6 +217,12 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
     return config
 
 
+def config_of_run(name: str, args: argparse.Namespace) -> "RunConfig":
+    """Build the configuration of another run: with the same flags, and paths of its own."""
+    # The last --set overrides every other place that names a run.
+    return config_of(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run={name}"]}))
+
+
 def configuration_flags(args: argparse.Namespace) -> str:
     """Return the flags with which a command was given its configuration, to be appended to the text of another command:
     "" or, for example, ` --config run.toml --run main`."""

@@ -1,13 +1,19 @@
-"""`rollstream runs`: lists the runs whose topics are on the brokers, with the number of their records."""
+"""`rollstream runs`: lists the runs whose topics are on the brokers, or compares runs: settings first, then figures."""
 
 import argparse
 import json
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
-from rollstream.pipeline.command_line.command_parser import set_handler
-from rollstream.pipeline.command_line.plain_values import time_text
+from rollstream.pipeline.command_line.command_parser import config_of_run, set_handler
+from rollstream.pipeline.command_line.plain_values import compact, time_text
 from rollstream.pipeline.command_line.text_tables import table
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.run_statistics import RunSnapshot
+from rollstream.pipeline.run_settings import changed_settings, differing_settings
+from rollstream.pipeline.tools.top import NEWEST
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.topic_admin import offsets
@@ -30,10 +36,13 @@ class RunSummary:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream runs`."""
     set_handler(parser, show_runs, example="rollstream runs -b localhost:9092", json=True)
+    parser.add_argument("names", nargs="*", metavar="RUN", help="compare these runs: settings that differ, and figures")
 
 
 def show_runs(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print the runs."""
+    """Print the runs, or compare those that are named."""
+    if args.names:
+        return _compare([config_of_run(name, args) for name in dict.fromkeys(args.names)], args.json)
     runs = summaries(config.kafka)
     if args.json:
         print(json.dumps([asdict(summary) for summary in runs]))
@@ -57,6 +66,40 @@ def summaries(kafka: KafkaConfig) -> list[RunSummary]:
         records = sum(ends[place].offset - begins[place].offset for place in of_run)
         summaries.append(RunSummary(run, count, records, max(newest[place].timestamp_ms for place in of_run)))
     return sorted(summaries, key=lambda summary: (-summary.newest_ms, summary.run))
+
+
+def _compare(configs: Sequence[RunConfig], as_json: bool) -> int:
+    """Print the settings that differ among runs, and the state of each run."""
+    sides = [changed_settings(config) for config in configs]
+    missing = [config.run for config, side in zip(configs, sides, strict=True) if side is None]
+    differing = {} if missing else differing_settings([side or () for side in sides])
+    snapshots = [_snapshot(config) for config in configs]
+    if as_json:
+        names = [config.run for config in configs]
+        settings = {key: dict(zip(names, values, strict=True)) for key, values in differing.items()}
+        print(compact({"settings": None if missing else settings, "runs": [s.as_dict() for s in snapshots]}))
+        return 0
+    if missing:
+        print(f"the configuration of {' and '.join(missing)} is not on this machine")
+    elif differing:
+        print(table(("setting", *(c.run for c in configs)), [(key, *values) for key, values in differing.items()]))
+    else:
+        print("all have the same settings")
+    rows = [
+        (s.run, s.step, s.rollouts, s.trained, sum(s.dropped.values()))
+        + ((f"{s.reward:.3f}", f"{s.success:.3f}") if s.rollouts else ("-", "-"))
+        for s in snapshots
+    ]
+    heads = ("run", "step", "rollouts", "trained", "dropped", f"reward of the newest {NEWEST:,}", "success")
+    print(f"\n{table(heads, rows)}")
+    return 0
+
+
+def _snapshot(config: RunConfig) -> RunSnapshot:
+    labeling = config.labeling.group_id(config.run)
+    with closing(RunObserver(config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=labeling)) as observer:
+        observer.catch_up()
+        return observer.snapshot(NEWEST)
 
 
 def _time(at_ms: int) -> str:

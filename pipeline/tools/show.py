@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from rollstream.pipeline.command_line.command_parser import set_handler
@@ -22,6 +23,13 @@ from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.records import Rollout, TrainingBatch
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
+
+_CELLS = 8
+"""Tokens in a row of the table."""
+_BEFORE = 12
+"""Characters shown before an unlikely token."""
+_HALF_CONTEXT = 600
+"""Characters shown at the beginning and at the end of a long text that was not sampled."""
 
 
 @dataclass(frozen=True)
@@ -177,44 +185,72 @@ def _visible(text: str) -> str:
 
 
 def unlikely_tokens(r: Rollout, texts: Sequence[str], most: int = 8) -> str:
-    """Return a line with the sampled tokens of the lowest probabilities, at most 1 in 2, each with its position."""
-    sampled = [
-        (float(r.logprobs[i]), i)
-        for i in range(min(len(r.tokens), len(r.logprobs), len(r.loss_mask)))
-        if r.loss_mask[i]
-    ]
+    """Return a line with the sampled tokens of the lowest probabilities, at most 1 in 2, each with what is before it and
+    its position."""
+    sampled = [(_logprob(r, i), i) for i in range(min(len(r.tokens), len(r.logprobs))) if _is_sampled(r, i)]
     least = sorted(each for each in sampled if each[0] <= math.log(0.5))[:most]
-    shown = [f"{_visible(texts[i])} at {i} ({math.exp(logprob):.2%})" for logprob, i in least]
+    shown = [
+        f"{_visible(''.join(texts[max(0, i - _BEFORE) : i])[-_BEFORE:])}[{_visible(texts[i])}] at {i} "
+        f"({math.exp(logprob):.2%})"
+        for logprob, i in least
+    ]
     return f"least likely: {', '.join(shown)}" if shown else ""
 
 
 def tokens_table(r: Rollout, advantage: float | None, most: int | None, texts: Sequence[str] = ()) -> Any:
     """Return a table of the first `most` tokens, or of all, with their `texts` if there are any.
 
-    Sampled tokens have a green background for a positive advantage and a red one for a negative advantage, stronger for
-    unlikely tokens.
+    Unless all are asked for, texts that were not sampled, such as prompts, are shown as texts. Sampled tokens have a
+    green background for a positive advantage and a red one for a negative advantage, stronger for unlikely tokens.
     """
     from rich.text import Text
 
     text = Text()
-    count = len(r.tokens) if most is None else min(most, len(r.tokens))
-    cells = 8
-    for begin in range(0, count, cells):
-        ids, middle, below = Text(), Text(), Text()
-        for i in range(begin, min(begin + cells, count)):
-            # Arrays of a rollout that is shown because it is invalid may be shorter than its tokens.
-            sampled = i < len(r.loss_mask) and bool(r.loss_mask[i])
-            logprob = float(r.logprobs[i]) if i < len(r.logprobs) else math.nan
-            style = _style(advantage, logprob) if sampled else "dim"
-            ids.append(f"{int(r.tokens[i]):>8} ", style)
-            if texts:
-                middle.append(f"{_visible(texts[i])[:8]:>8} ")
-            below.append(f"{logprob:>8.3f} " if sampled else " " * 9, "dim")
-        for line in (ids, *([middle] if texts else []), below):
-            text.append(line).append("\n")
-    if count < len(r.tokens):
-        text.append(f"... {len(r.tokens) - count} more tokens; --full shows them")
+    left = len(r.tokens) if most is None else most
+    for as_text, places in _stretches(r, bool(texts) and most is not None):
+        if as_text:
+            shown = _visible("".join(texts[i] for i in places))
+            if len(shown) > 2 * _HALF_CONTEXT:
+                shown = f"{shown[:_HALF_CONTEXT]} ... {shown[-_HALF_CONTEXT:]}"
+            text.append(f"{places[0]} to {places[-1]}, not sampled: {shown}\n", "dim")
+            continue
+        for begin in range(0, min(len(places), left), _CELLS):
+            ids, middle, below = Text(), Text(), Text()
+            for i in places[begin : min(begin + _CELLS, left)]:
+                sampled, logprob = _is_sampled(r, i), _logprob(r, i)
+                ids.append(f"{int(r.tokens[i]):>8} ", _style(advantage, logprob) if sampled else "dim")
+                if texts:
+                    middle.append(f"{_visible(texts[i])[:8]:>8} ")
+                below.append(f"{logprob:>8.3f} " if sampled else " " * 9, "dim")
+            for line in (ids, *([middle] if texts else []), below):
+                text.append(line).append("\n")
+        if len(places) > left:
+            text.append(f"... {len(r.tokens) - places[left]} more tokens; --full shows them")
+            break
+        left -= len(places)
     return text
+
+
+def _stretches(r: Rollout, texts_as_such: bool) -> list[tuple[bool, list[int]]]:
+    """Return the positions of all tokens in order, in stretches that are shown as texts or in a table."""
+    stretches: list[tuple[bool, list[int]]] = []
+    for sampled, run in groupby(range(len(r.tokens)), lambda i: _is_sampled(r, i)):
+        places = list(run)
+        as_text = texts_as_such and not sampled and len(places) > _CELLS
+        if stretches and not as_text and not stretches[-1][0]:
+            stretches[-1][1].extend(places)
+        else:
+            stretches.append((as_text, places))
+    return stretches
+
+
+# Arrays of a rollout that is shown because it is invalid may be shorter than its tokens.
+def _is_sampled(r: Rollout, i: int) -> bool:
+    return i < len(r.loss_mask) and bool(r.loss_mask[i])
+
+
+def _logprob(r: Rollout, i: int) -> float:
+    return float(r.logprobs[i]) if i < len(r.logprobs) else math.nan
 
 
 def _style(advantage: float | None, logprob: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollstream.consumers.archive.manifest import runs_of
-from rollstream.pipeline.command_line.command_parser import Setting, config_of, set_handler
+from rollstream.pipeline.command_line.command_parser import Setting, config_of_run, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.ui.server.page_run import PageRun
@@ -51,15 +51,9 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
         clients.check_broker(config.kafka)
         for name in names:  # partitions_of raises an error if the run is unknown
             topic_admin.partitions_of(config.kafka, topic_name(name, "rollouts"))
-    configs = [config if name == config.run else _of_run(name, args) for name in names]
+    configs = [config if name == config.run else config_of_run(name, args) for name in names]
     run_until_stopped(lambda stop: _serve(config, configs, args.archive, stop, opens=args.open))
     return 0
-
-
-def _of_run(name: str, args: argparse.Namespace) -> RunConfig:
-    """Return the configuration of another run, with the same flags and its own paths."""
-    # The last --set overrides every other place that names a run.
-    return config_of(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run={name}"]}))
 
 
 def _archived(archive: str) -> list[str]:

@@ -139,7 +139,7 @@ class Worker:
             "waiting_for_capacity": waiting,
             "groups_in_flight": self._in_flight,
             "reward_mean": self.report.reward,
-            "policy_version": self._client.newest_version,
+            "policy_version": self._newest_version(self._gateway),
         }
         if self._flow is not None:
             values |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
@@ -249,11 +249,12 @@ class Worker:
     async def _group(self, number: int, environment: LoadedEnvironment, prompt: Prompt) -> None:
         """Play the group with this number, from its prompt to its records."""
         config = self._config
+        agents = self._gateway if environment.agent is not None else None
         stamp = GroupStamp(
             environment=environment.name,
             group_id=self._group_id(number),
             group_size=environment.group_size,
-            policy_version=max(self._newest_version(environment), config.assume_version),
+            policy_version=max(self._newest_version(agents), config.assume_version),
             temperature=environment.temperature,
             filters=Filters(config.top_p, config.top_k, config.min_p),
             logprobs_mode=config.logprobs_mode,
@@ -316,8 +317,7 @@ class Worker:
         with contextlib.suppress(RollstreamError):
             await self._cancel(environment, prompt, stamp, uids, reason, timeout_s=_GIVE_UP_S)
 
-    def _newest_version(self, environment: LoadedEnvironment) -> int:
-        agents = self._gateway if environment.agent is not None else None
+    def _newest_version(self, agents: LocalGateway | None) -> int:
         return max(self._client.newest_version, agents.newest_version if agents else -1)
 
     async def _episodes(

@@ -74,7 +74,7 @@ def test_a_run_without_records_balances(rollstream: Rollstream, run_name: str) -
 
 
 def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(
-    broker: str, rollstream: Rollstream, run_name: str
+    broker: str, rollstream: Rollstream, run_name: str, tmp_path: Path
 ) -> None:
     name = f"{run_name}-listed"
     json_of(rollstream("topics", "apply", "--run", name, "--json", "--set", "topics.partitions=2"))
@@ -93,6 +93,11 @@ def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(
     # Tests that share the broker write at the same time.
     dated = [time for *_others, time in listed_runs if time[:2] == "20"]
     assert dated == sorted(dated, reverse=True), "that of the newest record first"
+    done = rollstream("runs", name, "--set", f"data_dir={tmp_path}")
+    assert done.stdout.startswith(f"the configuration of {name} is not on this machine\n\nrun ")
+    assert done.stdout.splitlines()[-1].split() == [name, "0", "0", "0", "0", "-", "-"]
+    compared = json_of(rollstream("runs", name, "--json", "--set", f"data_dir={tmp_path}"))
+    assert (compared["settings"], compared["runs"][0]["run"]) == (None, name)
     steering = (("stop",), ("scale",), ("environment", "show"), ("environment", "resume", "math"))
     for command in (("ledger",), ("top", "--once"), ("cat", "steps"), *steering):
         done = rollstream(*command, "--run", f"{run_name}-lsited")

@@ -110,11 +110,12 @@ function two(value) {
 }
 
 /**
- * A policy version; -1 is the state before the first.
+ * A policy version; -1 is the state before the first, and a dash stands where there can be none.
  * @param {number | string | null | undefined} version
  */
 export function versionText(version) {
-  if (version === null || version === undefined || version === "" || version === -1) return "none";
+  if (version === null || version === undefined || version === "") return DASH;
+  if (version === -1) return "none";
   return `v${version}`;
 }
 

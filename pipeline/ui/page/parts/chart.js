@@ -213,7 +213,7 @@ function options(parent, curves, height, xName, sync, zero, format, setAt) {
     },
     axes: [
       { ...axis, size: 22, space: 60, values: (_plot, splits) => splits.map((value) => (Number.isInteger(value) || xName !== "step" ? number(value) : "")) },
-      { ...axis, size: 52, space: 30, values: (_plot, splits) => splits.map((value) => format(value)) },
+      { ...axis, size: labelWidth, space: 30, values: (_plot, splits) => splits.map((value) => format(value)) },
     ],
     series: [
       {},
@@ -228,6 +228,15 @@ function options(parent, curves, height, xName, sync, zero, format, setAt) {
     ],
     hooks: { setCursor: [(plot) => setAt(plot.cursor.idx ?? null)] },
   };
+}
+
+/**
+ * Width of an axis with the longest of its labels, such as 2 min 30 s.
+ * @param {uPlot} _plot
+ * @param {string[] | null} labels
+ */
+function labelWidth(_plot, labels) {
+  return Math.max(52, ...(labels ?? []).map((label) => 12 + 6.5 * label.length));
 }
 
 /**

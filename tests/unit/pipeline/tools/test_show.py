@@ -42,6 +42,24 @@ def test_spaces_and_line_ends_are_visible_and_unlikely_tokens_are_listed() -> No
     rollout = replace(VALID, logprobs=np.log(np.array([1, 0.001, 0.25, 0.02], "<f4")))
     assert list(rollout.loss_mask) == [False, False, True, True]
     texts = ["a", "b", " so\n", "\tbut"]
-    assert show.unlikely_tokens(rollout, texts) == "least likely: \u21e5but at 3 (2.00%), \u00b7so\u23ce at 2 (25.00%)"
+    assert show.unlikely_tokens(rollout, texts) == (
+        "least likely: ab\u00b7so\u23ce[\u21e5but] at 3 (2.00%), ab[\u00b7so\u23ce] at 2 (25.00%)"
+    )
     assert show.unlikely_tokens(rollout, texts, most=1).endswith("(2.00%)")
     assert show.unlikely_tokens(replace(rollout, logprobs=np.zeros(4, "<f4")), texts) == ""
+
+
+def test_a_prompt_is_shown_as_its_text_unless_all_tokens_are_asked_for() -> None:
+    mask = np.array([False] * 1500 + [True] * 9)
+    long = replace(
+        example_rollout("long", 1.0, tokens=np.arange(1509, dtype="<i4")),
+        loss_mask=mask,
+        logprobs=np.full(1509, -0.5, "<f4"),
+    )
+    texts = ["p"] * 1499 + [" ", *"answering"]
+    short = str(show.tokens_table(long, None, 8, texts)).splitlines()
+    assert short[0] == f"0 to 1499, not sampled: {'p' * 600} ... {'p' * 599}\u00b7"
+    assert short[1].split() == [str(i) for i in range(1500, 1508)]
+    assert short[2].split() == list("answerin")
+    assert short[4] == "... 1 more tokens; --full shows them"
+    assert str(show.tokens_table(long, None, None, texts)).split()[:2] == ["0", "1"]

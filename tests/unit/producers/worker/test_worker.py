@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -224,6 +225,14 @@ def test_a_server_that_does_not_know_the_model_of_an_agent_ends_the_worker() -> 
 
     with serving_http(refuse) as url, pytest.raises(InferenceRefused, match=r"404 .*no model is named policy"):
         asyncio.run(played(url))
+
+
+def test_a_worker_that_plays_agents_alone_shows_the_version_that_answered_them() -> None:
+    config = WorkerConfig(worker_id="w")
+    gateway: Any = SimpleNamespace(newest_version=5)
+    mixture, client, outlet = Mixture([with_settings(Asking(), config)]), OneTokenPolicy(), Outlet()
+    worker = Worker(mixture, client, outlet, config, incarnation="1", gateway=gateway)  # type: ignore[arg-type]
+    assert worker.metrics()["policy_version"] == 5
 
 
 @pytest.mark.parametrize("name", ["gpu3:worker", "", "w" * 101, "a b"])
