@@ -34,7 +34,8 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
     """Return the changed settings of a run; None if this machine lacks the file that the run's processes read.
 
     Defaults are those of a run with the same name, directory and seed, so that settings derived from these do not count
-    as changed; nor do ports, and the addresses of the run's own servers, which differ at each start. Secrets are references (`env:NAME`, `file:PATH`), as in the file. Raises the errors of `settings_of`.
+    as changed; nor do the ports and addresses of the run's own servers, which differ at each start. Secrets are
+    references (`env:NAME`, `file:PATH`), as in the file. Raises the errors of `settings_of`.
     """
     run = settings_of(config)
     if run is None:
@@ -57,11 +58,10 @@ def changed_settings(config: RunConfig) -> list[ChangedSetting] | None:
 
 def differing_settings(sides: Sequence[Sequence[ChangedSetting]]) -> dict[str, list[str]]:
     """Return the settings that differ among runs, by key in the order of `changed_settings`: a value for each run."""
-    defaults = {each.key: each for side in sides for each in side}
+    changed = {each.key: each for side in sides for each in side}
     values = [{each.key: each.value for each in side} for side in sides]
-    rows = {
-        each.key: [side.get(each.key, each.default) for side in values] for each in sorted(defaults.values(), key=_place)
-    }
+    ordered = sorted(changed.values(), key=_place)
+    rows = {each.key: [side.get(each.key, each.default) for side in values] for each in ordered}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 

@@ -115,7 +115,7 @@ def times_of(table: str) -> Mapping[str, str]:
 
 
 _TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finished_ms": 1, "created_s": 1000}
-"""Columns with times since 1970, and the number of milliseconds in the unit of each."""
+"""Columns with times since 1970, and the number of milliseconds in the unit of each. 0 is no time: it is not known."""
 
 
 def queried_type(stored: pa.DataType) -> pa.DataType:
@@ -131,7 +131,7 @@ def _with_times(table: str, stored: str) -> str:
         if name in times:
             ms = f'"{name}" * {_TIMES[name]}'
             columns.append(
-                f"case when {ms} between {_FIRST_MS} and {_LAST_MS} "
+                f"case when {ms} <> 0 and {ms} between {_FIRST_MS} and {_LAST_MS} "
                 f'then make_timestamptz(cast({ms} * 1000 as bigint)) end as "{times[name]}"'
             )
     return f"select {', '.join(columns)} from {stored}"

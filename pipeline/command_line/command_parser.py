@@ -105,6 +105,16 @@ def add_command(commands: "Commands", name: str, summary: str, module: str = "")
     return parser
 
 
+class Runs(Setting):
+    """The flag --run, which may be given several times: `runs` lists the values, and the last one is the setting."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        super().__call__(parser, namespace, values, option)
+        namespace.runs = [*getattr(namespace, "runs", []), values]
+
+
 def set_handler(
     parser: argparse.ArgumentParser,
     handler: "Handler",

@@ -81,4 +81,4 @@ def _cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3f}" if isinstance(value, float) else printable(str(value), keep="")
+    return f"{value:z.3f}" if isinstance(value, float) else printable(str(value), keep="")

@@ -185,8 +185,8 @@ def _visible(text: str) -> str:
 
 
 def unlikely_tokens(r: Rollout, texts: Sequence[str], most: int = 8) -> str:
-    """Return a line with the sampled tokens of the lowest probabilities, at most 1 in 2, each with what is before it and
-    its position."""
+    """Return a line with the sampled tokens of the lowest probabilities, at most 1 in 2, each with its position and the
+    text before it."""
     sampled = [(_logprob(r, i), i) for i in range(min(len(r.tokens), len(r.logprobs))) if _is_sampled(r, i)]
     least = sorted(each for each in sampled if each[0] <= math.log(0.5))[:most]
     shown = [

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollstream.consumers.archive.sql import VIEWS, QueryResult, queried_type, query, times_of
 from rollstream.consumers.archive.tables import SCHEMAS
-from rollstream.pipeline.command_line.command_parser import set_handler
+from rollstream.pipeline.command_line.command_parser import Runs, set_handler
 from rollstream.pipeline.command_line.plain_values import compact
 from rollstream.pipeline.command_line.text_tables import printable, table
 from rollstream.pipeline.config import RunConfig
@@ -27,7 +27,7 @@ _MOST_BARS = 40
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream sql`."""
-    set_handler(parser, show_sql, example="rollstream sql 'select * from drops_by_reason'", json=True)
+    set_handler(parser, show_sql, example="rollstream sql 'select * from drops_by_reason'", json=True, run_action=Runs)
     parser.add_argument("query", nargs="?", metavar="QUERY", help="one SELECT statement")
     parser.add_argument(
         "--archive", metavar="ARCHIVE", help="a directory, or a URL that fsspec supports (default: archive in data_dir)"
@@ -45,7 +45,7 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
     if args.csv and args.json:
         raise ConfigurationError("--json and --csv cannot be combined; give one of them")
-    answer = query(open_store(place_of(config, args.archive)), args.query)
+    answer = query(open_store(place_of(config, args.archive)), args.query, getattr(args, "runs", None))
     if args.json:
         _refuse_repeated(answer.columns)
     if args.plot is not None:

@@ -6,10 +6,9 @@ import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from rollstream.consumers.archive.manifest import runs_of
-from rollstream.pipeline.command_line.command_parser import Setting, config_of_run, set_handler
+from rollstream.pipeline.command_line.command_parser import Runs, Setting, config_of_run, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.ui.server.page_run import PageRun
@@ -18,16 +17,6 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.stores import open_store
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.wire.catalogue import topic_name
-
-
-class Runs(Setting):
-    """The flag --run, which may be given several times: `runs` lists the values, and the last one is the setting."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        super().__call__(parser, namespace, values, option)
-        namespace.runs = [*getattr(namespace, "runs", []), values]
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -95,8 +95,8 @@ def refusal_of(status: int, text: str, *, source: str) -> InferenceRefused:
     error = _error_object(text)
     quoted = " ".join(str(error.get("message") or text).split())[:_QUOTED]
     message = f"{source} refused the request: {status} {quoted}"
-    lower = text.lower()
-    if status in (400, 413, 422) and (str(error.get("code")) in _TOO_LONG_CODES or any(t in lower for t in _TOO_LONG_TEXTS)):
+    named = str(error.get("code")) in _TOO_LONG_CODES or any(each in text.lower() for each in _TOO_LONG_TEXTS)
+    if status in (400, 413, 422) and named:
         return ContextTooLong(message, status)
     return InferenceRefused(message, status)
 

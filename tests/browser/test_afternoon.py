@@ -1,7 +1,7 @@
 """A researcher's afternoon: from pip to a served checkpoint, with the commands, files and pages that a user has.
 
-What was installed comes from an index, the broker and all roles are processes, and the page is looked at in a browser. A
-table at the end says how long each step took.
+What is installed comes from an index, the broker and all roles are processes, and the page is looked at in a browser. A
+table at the end says how long each step took; pictures of the page are left in the folder `pages`.
 """
 
 import csv
@@ -9,14 +9,14 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,152 +26,9 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
+from tests.support.desk import Desk
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
-
-GAME = '''
-"""A game of two turns: sell a good through a tool, then say goodbye. The reward is the price."""
-
-import json
-import random
-
-from rollstream import Chat, ChatEnvironment, Conversation, Prompt, Score
-
-PRICES = {"a": 2, "b": 5, "c": 7, "d": 10}
-
-
-def sell(good: str) -> int:
-    """Sell a good."""
-    return PRICES[good]
-
-
-class Market(ChatEnvironment):
-    name = "market"
-    max_tokens = 72
-    tools = (sell,)
-
-    def prompts(self, split: str) -> list[Prompt]:
-        days = range(8) if split == "train" else range(8, 10)
-        return [Prompt(example_id=str(day), text=f"day {day}") for day in days]
-
-    async def run(self, prompt: Prompt, chat: Chat) -> Score:
-        reply = await chat(prompt.text)
-        answers = await chat.answers(reply)
-        if len(answers) != 1 or not answers[0]["content"].isdecimal():
-            return Score(reward=0.0, components={"exact": 0.0})
-        price, last = int(answers[0]["content"]), await chat(answers[0])
-        reward = price / 10 if last.text.strip() == "bye" else 0.0
-        return Score(reward=reward, components={"exact": float(reward == 1.0)})
-
-    def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
-        """Show the form of a call and the goodbye; which good to sell, only rewards tell."""
-        draw, examples = random.Random(seed), []
-        for number in range(n):
-            good = draw.choice("abcd")
-            call = {"name": "sell", "arguments": json.dumps({"good": good})}
-            turn = '<tool_call>{"name": "sell", "arguments": %s}</tool_call>' % call["arguments"]
-            messages = [{"role": "user", "content": f"day {draw.randrange(8)}"}]
-            if number % 2:
-                calls = [{"id": "call-0", "type": "function", "function": call}]
-                messages += [{"role": "assistant", "content": "", "tool_calls": calls}]
-                messages += [{"role": "tool", "tool_call_id": "call-0", "content": str(PRICES[good])}]
-                turn = "bye"
-            examples.append(Conversation(messages=messages, tools=self.tools, turn=turn))
-        return examples
-'''
-SETTINGS = """
-run = "first"
-data_dir = "data"
-
-[[environments]]
-use = "market.py:Market"
-
-[topics]
-partitions = 2
-
-[worker]
-group_size = 8
-
-[grouping]
-batch_rollouts = 16
-
-[learner]
-max_steps = 12
-rollouts_per_step = 64
-sequence_length = 288
-microbatch_rows = 32
-threads = 1
-
-[learner.checkpoint]
-every_steps = 4
-
-[learner.optimizer]
-learning_rate = 1.5e-3
-warmup_updates = 2
-
-[learner.warm_start]
-learning_rate = 3e-3
-steps = 70
-sequences_per_step = 16
-"""
-
-
-@dataclass
-class Desk:
-    """A user's folder with an environment of Python, and how long each step took."""
-
-    home: Path
-    variables: dict[str, str]
-    seconds: list[tuple[str, float]] = field(default_factory=list)
-
-    def command(self, *words: str) -> list[str]:
-        return [str(self.home / "env" / "bin" / words[0]), *words[1:]]
-
-    def run(self, *words: str, code: int = 0) -> str:
-        """Run a command to its end; return what it prints."""
-        done = subprocess.run(
-            self.command(*words), cwd=self.home, env=self.variables, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, f"{words}: {done.stdout}{done.stderr[-4000:]}"
-        return done.stdout
-
-    def rollstream(self, command: str, *words: str) -> str:
-        return self.run("rollstream", *command.split(), "--config", "run.toml", *words)
-
-    @contextmanager
-    def started(self, name: str, *words: str) -> Iterator["subprocess.Popen[bytes]"]:
-        """A process of its own group, whose output goes to a file of this name; nothing of it is left on leaving."""
-        with (self.home / name).open("wb") as output:
-            process = subprocess.Popen(
-                self.command("rollstream", *words),
-                cwd=self.home,
-                env=self.variables,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait(120)
-
-    def printed(self, name: str, pattern: str, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for a line in the output of a started process; return its first group."""
-
-        def match() -> "re.Match[str] | None":
-            text = (self.home / name).read_text()
-            assert process.poll() in (None, 0), text[-4000:]
-            return re.search(pattern, text, re.MULTILINE)
-
-        return eventually(match, 1500, f"{pattern} in {name}")[1]  # type: ignore[index]
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds.append((name, time.monotonic() - began))
-        print(f"{self.seconds[-1][1]:8.1f} s  {name}", flush=True)
 
 
 @pytest.fixture
@@ -213,16 +70,39 @@ def test_an_afternoon_leads_from_pip_to_a_served_checkpoint_of_an_own_game(desk:
     with desk.step("pip install into an empty environment"):
         install(desk)
     with desk.step("own game of two turns, env check"):
-        (desk.home / "market.py").write_text(GAME.lstrip())
-        (desk.home / "run.toml").write_text(SETTINGS.lstrip())
+        for file in (ROOT / "tests" / "fixtures" / "afternoon").iterdir():
+            shutil.copy(file, desk.home)
         checked = desk.rollstream("env check", "market.py:Market")
         assert '{"name":"sell","description":"Sell a good' in checked
         assert "failed" not in checked
-    with desk.step("12 steps on a local broker, curve in terminal and page"):
+    with desk.step("local broker, run, curve in terminal and page"):
         address = re.search(r"export (\w+)=(\S+)", desk.run("rollstream", "broker", "start", "--port", "0"))
         assert address
         desk.variables[address[1]] = address[2]
-        train_and_watch(desk, browser)
+        with trained_until(desk, 8) as url:
+            seen = looked_at(browser, url, "#/first/run", desk.home / "pages")
+            expect(seen.page.locator(".state")).to_have_text("Live", timeout=PATIENCE_MS)
+            expect(seen.page.locator(".chart", has_text="Reward").first).to_be_visible(timeout=PATIENCE_MS)
+            seen.page.context.close()
+        assert "success" in desk.rollstream("top", "--once")
+        assert json.loads(desk.rollstream("top", "--json"))["step"] >= 8
+    with desk.step("a bad rollout as text"):
+        read_a_bad_rollout(desk, browser)
+    with desk.step("another estimator, replayed"):
+        replayed = desk.rollstream("replay", "--set", "grouping.estimator=grpo")
+        assert replayed.startswith("estimator: rloo_normalized -> grpo\n")
+        assert "batches differ under the other configuration" in replayed
+    with desk.step("kill -9 of the learner and of the run, resumed"):
+        kill_and_resume(desk)
+    with desk.step("second run with another learning rate, compared"):
+        with trained_until(desk, 4, "--run", "second", "--set", "learner.optimizer.learning_rate=0.001"):
+            pass
+        compare(desk, browser)
+    with desk.step("archive in DuckDB and datasets"):
+        desk.rollstream("archive")
+        read_the_archive(desk)
+    with desk.step("checkpoint in transformers and served"):
+        use_the_checkpoint(desk)
 
 
 def install(desk: Desk) -> None:
@@ -235,18 +115,123 @@ def install(desk: Desk) -> None:
     assert desk.run("rollstream", "--version").startswith("rollstream ")
 
 
-def train_and_watch(desk: Desk, browser: Browser) -> None:
-    """Train; the page follows the run, and the terminal has the same numbers."""
-    pictures = desk.home / "pages"
-    with desk.started("first.log", "run", "run.toml", "--set", "ui.port=0") as run:
-        url = desk.printed("first.log", r"(http://127\.0\.0\.1:\d+/)", run)
-        desk.printed("first.log", r"step ([1-9]\d*)  version", run)
-        seen = looked_at(browser, url, "#/first/run", pictures)
-        expect(seen.page.locator(".state")).to_have_text("Live", timeout=PATIENCE_MS)
-        expect(seen.page.locator(".chart", has_text="Reward").first).to_be_visible(timeout=PATIENCE_MS)
+@contextmanager
+def trained_until(desk: Desk, step: int, *words: str) -> Iterator[str]:
+    """Train until a step, and then, on leaving, until Ctrl-C, which says where everything is. Yields the page's URL."""
+    log = f"run-{len(desk.seconds)}.log"
+    with desk.started(log, "run", "run.toml", "--set", "ui.port=0", *words) as run:
+        url = desk.printed(log, r"page of run \S+: (http://\S+)", run)
+        desk.printed(log, rf"step ({step}|{step + 1}|1\d)  version", run)
+        yield url
+        run.send_signal(signal.SIGINT)
+        assert run.wait(300) == 130
+    assert "logs and checkpoints lie in data/runs/" in (desk.home / log).read_text()
+
+
+@contextmanager
+def page_of(desk: Desk, *runs: str) -> Iterator[str]:
+    """Serve the page of these runs; yield its URL."""
+    with desk.started("ui.log", "ui", "--config", "run.toml", *(f"--run={run}" for run in runs)) as ui:
+        yield desk.printed("ui.log", r"^page of runs? .*: (http://\S+)$", ui)
+
+
+def read_a_bad_rollout(desk: Desk, browser: Browser) -> None:
+    """Find the worst rollout by SQL; the terminal and the page show it as text, with its unlikely words."""
+    desk.rollstream("archive")
+    query = 'select uid, partition, "offset" from rollouts order by reward, created_s desc limit 1'
+    [worst] = csv.DictReader(io.StringIO(desk.rollstream("sql", "--csv", query)))
+    shown = desk.rollstream("show", worst["uid"])
+    assert re.search(r'^0 to \d+, not sampled: system⏎<tools>⏎\{"name":"sell",.*day·\d', shown, re.MULTILINE)
+    assert "least likely: " in shown
+    place = f"{worst['partition']}:{worst['offset']}"
+    with page_of(desk, "first") as url:
+        seen = looked_at(browser, url, f"#/first/rollouts?order=reward&open={place}", desk.home / "pages")
+        expect(seen.page.locator("#rollout-title")).to_have_text(f"Rollout {place}")
+        expect(seen.page.locator(".turn-user .turn-text").first).to_contain_text("day ")
+        expect(seen.page.locator(".strip .token").nth(20)).to_be_visible()
+        tokens = "".join(seen.page.locator(".strip .token").all_inner_texts())
+        assert '"name":"sell","description":"Sell' in tokens
         seen.page.context.close()
-        desk.printed("first.log", r"(the learner has made its last step)", run)
-        assert run.wait(300) == 0
-    top = json.loads(desk.rollstream("top", "--json"))
-    assert top["step"] == 12
-    assert "success" in desk.rollstream("top", "--once")
+
+
+def kill_and_resume(desk: Desk) -> None:
+    """Kill the learner, then the whole run, and start it again: no rollout is lost, and no batch differs."""
+    for log, step in (("killed.log", 10), ("resumed.log", 16)):
+        with desk.started(log, "run", "run.toml") as run:
+            if step < 16:
+                desk.printed(log, rf"step ({step}|{step + 1})  version", run)
+                os.kill(int(desk.printed(log, r'"role": "learn", "pid": (\d+)', run)), signal.SIGKILL)
+                desk.printed(log, r'("role_ready", "role": "learn".*\n(?:.*\n)*.*"role_ready", "role": "learn")', run)
+                os.killpg(run.pid, signal.SIGKILL)
+            else:
+                desk.printed(log, r"(the learner has made its last step)", run)
+                assert run.wait(300) == 0
+    assert json.loads(desk.rollstream("top", "--json"))["step"] == 16
+    assert "every record is in exactly one place" in desk.rollstream("ledger")
+    assert ", 0 differences" in desk.rollstream("verify")
+
+
+def compare(desk: Desk, browser: Browser) -> None:
+    """The setting that differs comes first, in the terminal and on the page."""
+    lines = [line.split() for line in desk.rollstream("runs", "first", "second").splitlines()]
+    assert lines[:3] == [["setting", "first", "second"], ["learner.optimizer.learning_rate", "0.0005", "0.001"], []]
+    assert [line[0] for line in lines[3:]] == ["run", "first", "second"]
+    with page_of(desk, "first", "second") as url:
+        seen = looked_at(browser, url, "#/first/compare", desk.home / "pages")
+        rows = seen.page.get_by_role("table", name="Settings that differ").locator("tbody tr")
+        expect(rows).to_have_count(1, timeout=PATIENCE_MS)
+        expect(rows).to_contain_text(re.compile(r"learner.optimizer.learning_rate\s*0.0005\s*0.001"))
+        seen.page.context.close()
+
+
+def read_the_archive(desk: Desk) -> None:
+    """What DuckDB and datasets read are the rollouts that the ledger counts."""
+    produced = json.loads(desk.rollstream("ledger", "--json"))["produced"]
+    files = sorted(map(str, (desk.home / "data" / "archive").rglob("*rollouts*/**/*.parquet")))
+    assert files
+    for package, count in {"duckdb": in_duckdb, "datasets": partial(in_datasets, cache=desk.home / "cache")}.items():
+        if find_spec(package):
+            assert 0 < count(files) <= produced
+        else:
+            print(f"skipped: {package} is not installed")
+
+
+def in_duckdb(files: list[str]) -> int:
+    import duckdb
+
+    [[count]] = duckdb.sql(f"select count(distinct uid) from read_parquet({files!r})").fetchall()
+    return int(count)
+
+
+def in_datasets(files: list[str], cache: Path) -> int:
+    import datasets
+
+    return len(set(datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(cache))["uid"]))
+
+
+def use_the_checkpoint(desk: Desk) -> None:
+    """transformers and our server, with the same weights, continue a text with the same words."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    desk.rollstream("weights export", "-o", "model")
+    tokenizer = AutoTokenizer.from_pretrained(desk.home / "model")
+    model = AutoModelForCausalLM.from_pretrained(desk.home / "model")
+    prompt = tokenizer("<tool_call>", return_tensors="pt", add_special_tokens=False)
+    new = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    body = {"model": "policy", "prompt": "<tool_call>", "max_tokens": 12, "temperature": 0.0}
+    with desk.started("serve.log", "role", "infer", "--config", "run.toml", "--set", "inference.port=0") as server:
+        url = desk.printed("serve.log", r"(http://127\.0\.0\.1:\d+)", server)
+        answer: dict[str, Any] = eventually(lambda: asked(f"{url}/v1/completions", body), 300, "an answer")  # type: ignore[assignment]
+    assert answer["choices"][0]["text"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+def asked(url: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """Answer of the server; None while it has no version yet."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return dict(json.loads(answer.read()))
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        return None

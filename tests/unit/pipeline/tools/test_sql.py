@@ -256,6 +256,15 @@ def test_without_a_query_tables_and_views_are_listed(archive: Path, capsys: pyte
     assert all(f"{name}:" in text for name in (*SCHEMAS, *VIEWS))
 
 
+def test_only_the_runs_that_are_named_are_read(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    statement = "select distinct run from rollouts"
+    for named in ((), ("--run", "main"), ("--run", "other", "--run", "main")):
+        assert rollstream(archive, statement, "--csv", *named) == 0
+        assert capsys.readouterr().out == "run\nmain\n"
+    assert rollstream(archive, statement, "--run", "other") == 2
+    assert "holds no archive of other" in capsys.readouterr().err
+
+
 def test_an_empty_archive_and_a_missing_extra_name_the_remedy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="make one with `rollstream archive`"):
         query(open_store(str(archive / "nothing")), "select 1")
@@ -276,10 +285,10 @@ def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
     )  # fmt: skip
     writer.begin("steps", "id", {0: 0})
     for offset, (at_ms, created_s) in enumerate(
-        [(1_700_000_001_500, 1_700_000_000.25), (2**62, math.nan), (-5, 1e300)]
+        [(1_700_000_001_500, 1_700_000_000.25), (2**62, math.nan), (-5, 1e300), (1, 0.0)]
     ):
         writer.add(ArchivedRecord("steps", 0, offset, at_ms, b"k", encode(replace(step, timestamp=created_s))))
-    writer.commit({("steps", 0): 3})
+    writer.commit({("steps", 0): 4})
     writer.close()
     rows = query(store, 'select timestamp_ms, timestamp_at, created_at from steps order by "offset"')
     begin = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
@@ -290,6 +299,7 @@ def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
     )
     assert rows.rows[1] == (2**62, None, None)
     assert rows.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
+    assert rows.rows[3][2] is None
     assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]
 
 
