@@ -248,11 +248,21 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
                 AnswerSpan(label=span.label, version=versions.get(span.label, -1), start=span.start, stop=span.stop)
                 for span in sample.spans
             ),
-            text=sample.text or (readable(sample.tool_calls) if sample.tool_calls else ""),
+            text="\n".join(filter(None, (sample.text, _calls_text(sample.tool_calls)))),
             finish_reason=sample.finish_reason,
         )
         for sample in samples
     )
+
+
+def _calls_text(calls: Sequence[Any]) -> str:
+    """Return calls of tools as people write them, one on each line: `price({"good": "fig"})`."""
+    try:
+        lines = [f"{call['function']['name']}({call['function']['arguments']})" for call in calls]
+    except (KeyError, TypeError):
+        return readable(calls)
+    # A model may write half of a surrogate pair, which no record can hold.
+    return "\n".join(lines).encode("utf-8", "backslashreplace").decode()
 
 
 def recorded_sampling(route: str, body: Mapping[str, Any]) -> dict[str, str]:

@@ -121,11 +121,27 @@ def trained_until(desk: Desk, step: int, *words: str) -> Iterator[str]:
     log = f"run-{len(desk.seconds)}.log"
     with desk.started(log, "run", "run.toml", "--set", "ui.port=0", *words) as run:
         url = desk.printed(log, r"page of run \S+: (http://\S+)", run)
-        desk.printed(log, rf"step ({step}|{step + 1}|1\d)  version", run)
+        await_step(url, step)
         yield url
         run.send_signal(signal.SIGINT)
         assert run.wait(300) == 130
     assert "logs and checkpoints lie in data/runs/" in (desk.home / log).read_text()
+
+
+def await_step(url: str, step: int) -> None:
+    """Wait until the run that a page shows has made a step."""
+    run = json.loads(fetched(f"{url}api/runs"))["runs"][0]["run"]
+    overview = f"{url}api/runs/{run}/overview"
+    eventually(lambda: json.loads(fetched(overview))["top"]["step"] >= step, 1500, f"step {step}")
+
+
+def fetched(url: str, body: dict[str, Any] | None = None) -> bytes:
+    """What a server answers to a request."""
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
+    ) as answer:
+        return bytes(answer.read())
 
 
 @contextmanager
@@ -156,17 +172,17 @@ def read_a_bad_rollout(desk: Desk, browser: Browser) -> None:
 
 def kill_and_resume(desk: Desk) -> None:
     """Kill the learner, then the whole run, and start it again: no rollout is lost, and no batch differs."""
-    for log, step in (("killed.log", 10), ("resumed.log", 16)):
-        with desk.started(log, "run", "run.toml") as run:
-            if step < 16:
-                desk.printed(log, rf"step ({step}|{step + 1})  version", run)
-                os.kill(int(desk.printed(log, r'"role": "learn", "pid": (\d+)', run)), signal.SIGKILL)
-                desk.printed(log, r'("role_ready", "role": "learn".*\n(?:.*\n)*.*"role_ready", "role": "learn")', run)
-                os.killpg(run.pid, signal.SIGKILL)
-            else:
-                desk.printed(log, r"(the learner has made its last step)", run)
-                assert run.wait(300) == 0
-    assert json.loads(desk.rollstream("top", "--json"))["step"] == 16
+    reached = json.loads(desk.rollstream("top", "--json"))["step"]
+    with desk.started("killed.log", "run", "run.toml", "--set", "ui.port=0") as run:
+        await_step(desk.printed("killed.log", r"page of run \S+: (http://\S+)", run), reached + 2)
+        ready = r'"role_ready", "role": "learn"'
+        os.kill(int(desk.printed("killed.log", r'"role": "learn", "pid": (\d+)', run)), signal.SIGKILL)
+        desk.printed("killed.log", rf"({ready}.*\n(?:.*\n)*.*{ready})", run)
+        run.kill()
+    with desk.started("resumed.log", "run", "run.toml") as run:
+        desk.printed("resumed.log", r"(the learner has made its last step)", run)
+        assert run.wait(300) == 0
+    assert json.loads(desk.rollstream("top", "--json"))["step"] == 24
     assert "every record is in exactly one place" in desk.rollstream("ledger")
     assert ", 0 differences" in desk.rollstream("verify")
 
@@ -227,10 +243,8 @@ def use_the_checkpoint(desk: Desk) -> None:
 
 def asked(url: str, body: dict[str, Any]) -> dict[str, Any] | None:
     """Answer of the server; None while it has no version yet."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return dict(json.loads(answer.read()))
+        return dict(json.loads(fetched(url, body)))
     except urllib.error.HTTPError as error:
         if error.code != 503:
             raise

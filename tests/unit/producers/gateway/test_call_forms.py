@@ -11,6 +11,7 @@ from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import CallSequences, token_digest
 from rollstream.producers.gateway.call_forms import (
     AgentRequest,
+    call_answers,
     continued_call,
     parse_request,
     previous_turn,
@@ -18,6 +19,7 @@ from rollstream.producers.gateway.call_forms import (
     sampling_params,
     server_request,
 )
+from rollstream.producers.inference.answers import Sample
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import CallAnswer, ModelCall, SamplingParams
 
@@ -51,6 +53,29 @@ def recorded(request: AgentRequest) -> ModelCall:
         body=json.dumps({"choices": [{"index": 0, "message": ANSWER}]}),
         sampling=recorded_sampling(CHAT, body),
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "turn"),
+    [
+        ("17", (), "17"),
+        ("", [{"function": {"name": "sum", "arguments": '{"a": "\ud83d"}'}}], 'sum({"a": "\\ud83d"})'),
+        ("Let me see.", [{"function": {"name": n, "arguments": "{}"}} for n in "ab"], "Let me see.\na({})\nb({})"),
+        ("", ["sum"], '["sum"]'),
+    ],
+)
+def test_the_text_of_an_answer_has_its_calls_as_people_write_them(text: str, calls: Any, turn: str) -> None:
+    sample = Sample(
+        text=text,
+        finish_reason="stop",
+        prompt_tokens=np.array([1], "<i4"),
+        tokens=np.array([2], "<i4"),
+        logprobs=np.array([-0.5], "<f4"),
+        spans=(),
+        tool_calls=calls,
+    )
+    [answer] = call_answers([sample], {})
+    assert answer.text == turn
 
 
 @pytest.mark.parametrize(
