@@ -23,6 +23,7 @@ from rollstream.topics.logs import event
 from rollstream.topics.records import BatchIndexEntry, BatchTokenArray, TrainingBatch
 from rollstream.topics.wire.catalogue import topic_name
 from rollstream.topics.wire.keys import encode_key
+from rollstream.topics.wire.media import MEDIA, is_medium
 from rollstream.topics.wire.rl_examples import SAMPLING_MASK
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class ArrayFetcher:
     """Fetches the stored arrays of a run's batches."""
 
     def __init__(self, kafka: KafkaConfig, run: str, names: Collection[str], *, wait_s: float = 60.0) -> None:
-        """`names` are the arrays to fetch; a store that cannot be read is tried again for `wait_s`."""
+        """`names` are the arrays to fetch, "media" for all images; a store that cannot be read is tried again for
+        `wait_s`."""
         self._kafka, self._run, self._names, self._wait_s = kafka, run, frozenset(names), wait_s
         self._arrays: StoredArrays | None = None
 
@@ -52,7 +54,7 @@ class ArrayFetcher:
         A row whose array is missing or damaged is named, and a dead letter is written. Raises ConfigurationError if
         kafka.arrays.url is empty, and StoreError if the store cannot be read in time.
         """
-        wanted = {i: e for i, e in enumerate(batch.token_arrays) if e.array.stored and e.name in self._names}
+        wanted = {i: e for i, e in enumerate(batch.token_arrays) if e.array.stored and self._is_asked_for(e.name)}
         if not wanted:
             return FetchedArrays(batch, {})
         self._arrays = self._arrays or StoredArrays.of(self._run, self._kafka.arrays)
@@ -95,6 +97,9 @@ class ArrayFetcher:
         if missing:
             self._send_letters(entry, missing)
         return FetchedArrays(replace(batch, token_arrays=tuple(entries)), missing)
+
+    def _is_asked_for(self, name: str) -> bool:
+        return name in self._names or (MEDIA in self._names and is_medium(name))
 
     def _send_letters(self, entry: BatchIndexEntry, missing: Mapping[int, str]) -> None:
         batches, letters = topic_name(self._run, "batches"), topic_name(self._run, "dead-letters")

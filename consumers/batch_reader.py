@@ -259,7 +259,7 @@ class BatchReader(Closing):
         arrays: Collection[str] = (),
     ) -> None:
         """Start at index offset `start`; wait up to `wait_s` for a batch that the index already names. `arrays` names
-        the arrays to fetch from the store if they lie there.
+        the arrays to fetch from the store if they lie there, "media" all images.
 
         Raises TopicError if the index begins after `start`; `first_offset` returns its first offset.
         """

@@ -4,7 +4,7 @@ Delivery: each batch is trained on once, whatever is killed. A checkpoint holds 
 the index in one file; steps after it are executed again, on the same batches, and must match the record.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.atomic_files import replacing
+from rollstream.topics.wire.media import MEDIA, Medium
 
 CLIPPED = ("ppo_clip", "grpo", "dr_grpo", "dapo")
 """Losses that share the clipped surrogate of PPO; `policy_loss` has these and `ce`."""
@@ -47,6 +48,12 @@ class Rows(NamedTuple):
     """Weight of each token in the sum that the reduction divides; 0 where nothing is trained."""
     temperatures: torch.Tensor
     """Sampling temperature of each row, [rows]."""
+    inputs: Mapping[str, torch.Tensor] = {}
+    """Further arguments of the model: what it sees of the rows' images."""
+
+
+Pixels = Callable[[Sequence[Sequence[Medium]]], Mapping[str, torch.Tensor]]
+"""Returns arguments of a model, such as `pixel_values`, for the images of each row, whose bytes are `Medium.data`."""
 
 
 def arrays_of(named: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
@@ -67,11 +74,18 @@ def arrays_of(named: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def rows_of(sequences: Sequence[TrainingSequence], config: LossConfig, device: Any = "cpu") -> Rows:
+def rows_of(
+    sequences: Sequence[TrainingSequence], config: LossConfig, device: Any = "cpu", pixels: Pixels | None = None
+) -> Rows:
     """Put sequences side by side, with the weights that the loss's reduction gives to their tokens.
 
-    Raises ConfigurationError for tokens drawn from parts of the vocabulary: the softmax here is over all of it.
+    `pixels` makes the model's input of their images. Raises ConfigurationError for images without it, and for tokens
+    drawn from parts of the vocabulary: the softmax here is over all of it.
     """
+    media = [sequence.media for sequence in sequences]
+    if any(media) and pixels is None:
+        raise ConfigurationError("rollouts have images; give `pixels`, which makes the model's input of them")
+    inputs = pixels(media) if pixels is not None and any(media) else {}
     if any(sequence.kept_counts is not None and sequence.kept_counts.any() for sequence in sequences):
         raise ConfigurationError(
             "rollouts were sampled with top_p, top_k or min_p, and the torch trainer has no loss over the tokens that "
@@ -93,7 +107,8 @@ def rows_of(sequences: Sequence[TrainingSequence], config: LossConfig, device: A
         log_probs[row, :length] = sequence.generator_log_probs
     temperatures = np.array([sequence.temperature for sequence in sequences], np.float32)
     arrays = (tokens, attention, mask, advantages, log_probs, weights, temperatures)
-    return Rows(*(torch.from_numpy(array).to(device) for array in arrays))
+    tensors = [torch.from_numpy(array).to(device) for array in arrays]
+    return Rows(*tensors)._replace(inputs={name: tensor.to(device) for name, tensor in inputs.items()})
 
 
 def trained_tokens(sequence: TrainingSequence, config: LossConfig) -> int:
@@ -104,9 +119,10 @@ def trained_tokens(sequence: TrainingSequence, config: LossConfig) -> int:
 def token_log_probs(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability and the entropy of tokens 1 onwards, float32 [rows, tokens - 1].
 
-    `model` is called as those of Hugging Face are, with `input_ids` and `attention_mask`, and returns `logits`.
+    `model` is called as those of Hugging Face are, with `input_ids`, `attention_mask` and what is in `rows.inputs`,
+    and returns `logits`.
     """
-    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask).logits[:, :-1].float()
+    logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask, **rows.inputs).logits[:, :-1].float()
     log_probs = torch.log_softmax(logits / rows.temperatures[:, None, None], -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(-1, rows.tokens[:, 1:, None])[..., 0], entropy
@@ -172,6 +188,7 @@ class TorchLearner(Closing):
         *,
         loss: LossConfig | None = None,
         rows: int = 8,
+        pixels: Pixels | None = None,
         max_grad_norm: float = 1.0,
         save_every: int = 10,
         input_run: str = "",
@@ -182,17 +199,20 @@ class TorchLearner(Closing):
         """Restore the checkpoint in `folder`, if there is one, and publish version 0 of a run that has none.
 
         Every process gives the bare model, and starts with the parameters of process 0; `folder` is shared by all.
-        `rows` is the number of rollouts in one forward pass, `description` the model for readers of the weights
+        `rows` is the number of rollouts in one forward pass, `pixels` makes the model's input of their images, which
+        are then fetched, and `description` is the model for readers of the weights
         (`rollstream.checkpoint_model`). With weights of `anchor_every` 1, parameters on the CPU are published without a
         copy. Start all processes again, in the same number, once one ended. Raises ConfigurationError for a loss that
         `policy_loss` does not have, and the errors of StepWriter and BatchReader.
         """
         self._model, self._optimizer = model, optimizer
         self._loss, self._rows, self._max_grad_norm = loss or LossConfig(), rows, max_grad_norm
+        self._pixels = pixels
         check_loss_of(self._loss)
         self._distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.process = torch.distributed.get_rank() if self._distributed else 0
         processes = torch.distributed.get_world_size() if self._distributed else 1
+        self._processes = range(processes)
         self._path, self._save_every = Path(folder, CHECKPOINT), save_every
         self._device = next(model.parameters()).device
         saved = self._restored()
@@ -217,7 +237,12 @@ class TorchLearner(Closing):
                 if self._writer.version < 0:
                     self._writer.publish_version(self._arrays(), version=0)
             self._reader = stack.enter_context(
-                BatchReader(kafka, input_run or run, self._position, process=self.process, processes=processes)
+                BatchReader(
+                    *(kafka, input_run or run, self._position),
+                    process=self.process,
+                    processes=processes,
+                    arrays=() if pixels is None else (MEDIA,),
+                )
             )
             self._stack = stack.pop_all()
 
@@ -232,16 +257,25 @@ class TorchLearner(Closing):
             return None
         read, self._held = self._held, None
         assert read is not None
-        sequences = sequences_of(read.batch)
+        # Only process 0 writes, and it knows which of its own rows lack an image. So a batch of another is left out.
+        incomplete = self._sum([float(bool(read.missing) and number == self.process) for number in self._processes])
+        skipped = {
+            indexed.entry.batch_id: "a row lacks an image, and the log of its process says why"
+            for number, indexed in enumerate(read.round)
+            if number and incomplete[number]
+        }
+        rows = range(0 if read.entry.batch_id in skipped else len(read.batch))
+        kept = [row for row in rows if row not in read.missing]
+        sequences = [sequence for row, sequence in enumerate(sequences_of(read.batch)) if row in kept]
         counts = [trained_tokens(sequence, self._loss) for sequence in sequences]
-        rewards = read.batch.rewards
+        rewards = read.batch.rewards[kept]
         totals = self._sum([sum(counts), sum(map(bool, counts)), len(rewards), float(rewards.sum())])
         denominator = max(1.0, totals[0] if denominator_of(self._loss) == "tokens" else totals[1])
         self._optimizer.zero_grad()
         loss = 0.0
         for begin in range(0, len(sequences), self._rows):
-            rows = rows_of(sequences[begin : begin + self._rows], self._loss, self._device)
-            part = policy_loss(*token_log_probs(self._model, rows), rows, self._loss, denominator)
+            padded = rows_of(sequences[begin : begin + self._rows], self._loss, self._device, self._pixels)
+            part = policy_loss(*token_log_probs(self._model, padded), padded, self._loss, denominator)
             part.backward()
             loss += float(part.detach())
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -258,7 +292,7 @@ class TorchLearner(Closing):
             "trained/reward": totals[3] / max(1.0, totals[2]),
             "trained/rollouts": totals[2],
         }
-        self._record(read, metrics)
+        self._record(read, metrics, skipped)
         self.step, self._position = self.step + 1, read.position
         if self.step % self._save_every == 0:
             self.save()
@@ -286,12 +320,14 @@ class TorchLearner(Closing):
         """Close the clients; save first, if steps since the last checkpoint must not be executed again."""
         self._stack.close()
 
-    def _record(self, read: ReadBatch, metrics: Mapping[str, float]) -> None:
+    def _record(self, read: ReadBatch, metrics: Mapping[str, float], skipped: Mapping[str, str]) -> None:
         """Put the step on record before any checkpoint can name it, so that a saved step is always on the log."""
         if self._writer is None:
             return
         # Until a save is complete, the program may have to resume from the checkpoint before it.
-        self._writer.record([read], self._arrays(), metrics=metrics, oldest_checkpoint=self._saved_step)
+        self._writer.record(
+            [read], self._arrays(), metrics=metrics, skipped=skipped, oldest_checkpoint=self._saved_step
+        )
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         # Parameters that share memory, such as a tied head, are named once.

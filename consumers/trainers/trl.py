@@ -110,6 +110,11 @@ class LogBatches(TrainerCallback):  # type: ignore[misc]
                 f"batch {self._read.entry.batch_id} has {len(examples)} rows, but TRL trains on {len(prompts)}: set "
                 "per_device_train_batch_size and num_generations to grouping.batch_rollouts"
             )
+        if any(example.media for example in examples):
+            raise ConfigurationError(
+                f"batch {self._read.entry.batch_id} has images, which a LogGRPOTrainer does not pass to TRL; train on "
+                "them with rollstream.consumers.trainers.torch"
+            )
         rewards, masks = self._read.batch.rewards.tolist(), [example.loss_mask for example in examples]
         for _ in range(len(prompts) - len(examples)):
             examples, rewards = [*examples, examples[0]], [*rewards, rewards[0]]

@@ -19,6 +19,7 @@ import msgspec
 
 from rollstream.producers.environments.environment import Endpoint, Prompt, Score, Split
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.wire.media import sendable
 
 Dialect = Literal["chat", "responses"]
 DIALECTS: tuple[Dialect, ...] = typing.get_args(Dialect)
@@ -143,8 +144,11 @@ class Chat:
         self._tools = {tool.name: tool for tool in map(_made, tools)}
 
     async def __call__(self, *messages: str | ChatMessage) -> ChatReply:
-        """Add messages, of which a text is the user's, and return the policy's reply, which is added, too."""
-        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else dict(m) for m in messages]
+        """Add messages, of which a text is the user's, and return the policy's reply, which is added, too.
+
+        A part {"type": "image", "image": ...} of a message may hold the bytes of a file or an image of Pillow.
+        """
+        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else sendable(m) for m in messages]
         reply = await self._ask(self.messages, [tool.schema for tool in self._tools.values()])
         if reply.text or reply.calls:
             self.messages.append(reply.message)

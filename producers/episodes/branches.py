@@ -7,7 +7,8 @@ in the first branch's loss mask only. Answers whose form was constrained are nev
 tokens that the policy might have chosen.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ from rollstream.producers.episodes.call_sequences import (
 )
 from rollstream.producers.json_text import encodable
 from rollstream.topics.records import Bool, Float32, InferenceMetadata, Int32, Int64, ModelCall, Turn
+from rollstream.topics.wire.media import IMAGE_PARTS
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Branch:
     turns: tuple[Turn, ...]
     calls: tuple[AnswerPlace, ...]
     """Answers in the branch, in order."""
+    messages: tuple[ChatMessage, ...] = ()
+    """Messages of the request that its last answer is for."""
     truncated: bool = False
     """Whether a token limit cut its last answer off."""
     replica_id: str = "unknown"
@@ -106,6 +110,7 @@ def _branch(leaf: _Sample) -> Branch:
     turns: list[Turn] = []
     places: list[AnswerPlace] = []
     before: Sequence[ChatMessage] = ()
+    numbers = itertools.count(1)
     for sample in leaf.path:
         call, answer = sample.sequence.call, sample.sequence.call.answers[sample.answer]
         start = sample.sequence.prompt_length
@@ -117,7 +122,8 @@ def _branch(leaf: _Sample) -> Branch:
             logprobs[start:stop] = answer.logprobs
             for span in answer.spans:
                 versions[start + span.start : start + span.stop] = span.version
-        turns += _turns(new_messages(before, sample.sequence.messages), places[-1].stop if places else 0, start)
+        added = new_messages(before, sample.sequence.messages)
+        turns += _turns(added, places[-1].stop if places else 0, start, numbers)
         before = sample.sequence.messages
         highest = max((span.version for span in answer.spans), default=-1)
         turns.append(
@@ -144,25 +150,33 @@ def _branch(leaf: _Sample) -> Branch:
         versions=versions.astype("<i8"),
         turns=tuple(turns),
         calls=tuple(places),
+        messages=leaf.sequence.messages,
         truncated=last.answers[leaf.answer].finish_reason == "length",
         replica_id=last.replica_id,
     )
 
 
-def _turns(messages: Sequence[ChatMessage], start: int, stop: int) -> list[Turn]:
+def _turns(messages: Sequence[ChatMessage], start: int, stop: int, numbers: Iterator[int]) -> list[Turn]:
     """Return the turns of the messages before an answer; the last turn covers the tokens of all these messages."""
     turns = [
-        Turn(role=str(message.get("role", "user")), text=_text(message), start=start, stop=start)
+        Turn(role=str(message.get("role", "user")), text=_text(message, numbers), start=start, stop=start)
         for message in messages[:-1]
     ]
     last = messages[-1] if messages else {"role": "user"}
-    return [*turns, Turn(role=str(last.get("role", "user")), text=_text(last), start=start, stop=stop)]
+    return [*turns, Turn(role=str(last.get("role", "user")), text=_text(last, numbers), start=start, stop=stop)]
 
 
-def _text(message: ChatMessage) -> str:
+def _text(message: ChatMessage, numbers: Iterator[int]) -> str:
+    """Return the text of a message, with the number of each image in its place."""
     content = message.get("content")
     if isinstance(content, str):
         return encodable(content)
     if isinstance(content, list):
-        return encodable("".join(str(part.get("text", "")) for part in content if isinstance(part, dict)))
+        parts = [part for part in content if isinstance(part, dict)]
+        return encodable(
+            "".join(
+                f"[image {next(numbers)}]" if part.get("type") in IMAGE_PARTS else str(part.get("text", ""))
+                for part in parts
+            )
+        )
     return ""

@@ -22,6 +22,7 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
+from rollstream.topics.wire.media import images_in, media_arrays
 from rollstream.topics.wire.rl_examples import WEIGHT_VERSION
 
 
@@ -123,6 +124,7 @@ def _rollout(
             f"{branch.replica_id} does not say which policy version sampled; for a model that never changes set "
             "worker.assume_version"
         )
+    images = [image for message in branch.messages for image in images_in(message.get("content"))]
     return Rollout(
         uid=rollout_uids(session.episode, branches)[number],
         group_id=start.group_id,
@@ -145,7 +147,7 @@ def _rollout(
         reward_components=dict(session.components),
         token_rewards=_token_rewards(branch, rewards),
         truncated=branch.truncated or branch.calls[-1].uid in session.cut_calls,
-        token_arrays={WEIGHT_VERSION: NamedArray.of(versions)},
+        token_arrays={WEIGHT_VERSION: NamedArray.of(versions), **media_arrays(images)},
         metadata=RolloutMetadata(
             worker_id=start.author,
             replica_id=branch.replica_id,

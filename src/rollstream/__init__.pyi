@@ -72,6 +72,7 @@ from .topics.records import (
     Turn,
 )
 from .topics.wire.codec import decode, encode, schemas, values_of
+from .topics.wire.media import image_part, media_arrays, media_of
 from .topics.wire.rl_examples import RLExample, Source
 from .topics.wire.rollout_batch_upcast import batch_of
 from .topics.wire.trajectory_arrays import Trajectory
@@ -179,6 +180,9 @@ __all__ = [
     "encode",
     "example_bytes",
     "example_rollout",
+    "image_part",
+    "media_arrays",
+    "media_of",
     "open_episode_buffer",
     "publish_version",
     "schemas",

@@ -22,6 +22,7 @@ from rollstream.topics.records import NamedArray, Rollout, TrainingBatch
 from rollstream.topics.records.arrays import STORED_NAME, dtype_of, shape_problem
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.frame_scanner import ScanFrame, frame_scanner
+from rollstream.topics.wire.media import is_medium
 from rollstream.topics.wire.rl_examples import IN_THE_RECORD
 
 FOLDER = "arrays"
@@ -133,7 +134,13 @@ class LargeArrays:
         arrays = rollout.token_arrays
         if self._arrays is None or not arrays:
             return rollout
-        large = [n for n, a in arrays.items() if len(a.data) > self._above_bytes and n not in IN_THE_RECORD]
+        # The members of a group share an image, so it is an object whatever its size.
+        large = [
+            name
+            for name, array in arrays.items()
+            if not array.stored
+            and (is_medium(name) or (len(array.data) > self._above_bytes and name not in IN_THE_RECORD))
+        ]
         if not large:
             return rollout
         deadline = time.monotonic() + timeout_s

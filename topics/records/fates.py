@@ -77,7 +77,7 @@ MISSING_ARRAY = "missing_array"
 """Code of a row with an array that is missing in its store, or damaged there."""
 ROW_CODES = (
     *("vocabulary", "temperature", "logprobs", "advantage", "reference", "experts", "too_long", "unpaired"),
-    MISSING_ARRAY,
+    *("media", MISSING_ARRAY),
 )
 """Codes of single rows that cannot be trained on, in a batch that is used."""
 ENDED = "ended"

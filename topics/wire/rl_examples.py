@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchTokenArray, Bool, Float32, Int32, NamedArray, TrainingBatch
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.media import MEDIA_TOKENS, Medium, is_medium, media_of
 
 REFERENCE = "reference_log_probs"
 """Key, in a rollout's token_arrays, of the log-probabilities by a reference model."""
@@ -25,12 +26,12 @@ ROUTED_EXPERTS = "routed_experts"
 a token], or [T, the product of both], of |u1 or <u2; the largest value of the dtype where they are unknown."""
 SAMPLING_MASK = "sampling_mask"
 """Key, in a rollout's token_arrays, of the tokens among which top_p, top_k and min_p let each token be drawn, <i4 [K]:
-those of the first token first. It is the only array whose first axis is not that of the tokens."""
+those of the first token first. Its first axis is not that of the tokens, as that of `media` is not."""
 SAMPLING_MASK_COUNTS = "sampling_mask_counts"
 """Key, in a rollout's token_arrays, of the number of these for each token, <i4 [T]; 0 if it was not sampled."""
-REPLAYED = (ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS)
-"""Keys of the arrays that batches always carry, because the learner's own forward pass needs them."""
-IN_THE_RECORD = frozenset((REFERENCE, WEIGHT_VERSION, SAMPLING_MASK_COUNTS))
+REPLAYED = (ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, MEDIA_TOKENS)
+"""Keys of the arrays that batches always carry, as they do images, because a learner's forward pass needs them."""
+IN_THE_RECORD = frozenset((REFERENCE, WEIGHT_VERSION, SAMPLING_MASK_COUNTS, MEDIA_TOKENS))
 """Arrays of one number for each token, which are in the record whatever their size: grouping or the page reads them."""
 
 
@@ -73,6 +74,11 @@ class RLExample:
     def length(self) -> int:
         """Number of positions, T."""
         return len(self.tokens)
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """Images of the rollout, in order; their bytes are there if they were fetched."""
+        return _media_of(self.token_arrays, self.stored_arrays)
 
 
 def examples_of(batch: TrainingBatch) -> list[RLExample]:
@@ -138,6 +144,8 @@ def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
 def lengths_of(entry: BatchTokenArray, batch: TrainingBatch) -> NDArray[np.int64]:
     """Return the length of a named array in each of its rows. Raises RecordError for a mask without its counts."""
     lengths = np.diff(batch.splits)
+    if is_medium(entry.name):
+        return np.array(entry.array.shape[:1], np.int64)
     if entry.name != SAMPLING_MASK:
         return lengths[entry.rows]
     counts = next((each for each in batch.token_arrays if each.name == SAMPLING_MASK_COUNTS), None)
@@ -161,6 +169,18 @@ def stored_arrays_of(batch: TrainingBatch) -> list[dict[str, NamedArray]]:
     return by_row
 
 
+def media_of_rows(batch: TrainingBatch) -> list[tuple[Medium, ...]]:
+    """Return the images of each row, in order; their bytes are there if they were fetched."""
+    if not any(is_medium(entry.name) for entry in batch.token_arrays):
+        return [()] * len(batch)
+    return [_media_of(*row) for row in zip(token_arrays_of(batch), stored_arrays_of(batch), strict=True)]
+
+
+def _media_of(arrays: Mapping[str, NDArray[Any]], stored: Mapping[str, NamedArray]) -> tuple[Medium, ...]:
+    of_media = {n: NamedArray.of(array) for n, array in arrays.items() if is_medium(n) or n == MEDIA_TOKENS}
+    return media_of({**of_media, **stored})
+
+
 def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
     """Return the named arrays of a batch, reduced to these rows in this order. Raises as `token_arrays_of` does."""
     by_row = token_arrays_of(batch)
@@ -168,7 +188,7 @@ def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[Batc
     for entry in batch.token_arrays:
         carriers = frozenset(entry.rows.tolist())
         numbers = [number for number, row in enumerate(rows) if row in carriers]
-        if entry.array.stored:
+        if entry.array.stored or is_medium(entry.name):
             chosen += [replace(entry, rows=np.array([number], "<i4")) for number in numbers]
         elif numbers:
             joined = np.concatenate([by_row[rows[number]][entry.name] for number in numbers])

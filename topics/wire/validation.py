@@ -28,6 +28,7 @@ from rollstream.topics.records import (
 from rollstream.topics.records.arrays import STORED_NAME, shape_problem
 from rollstream.topics.records.fates import FATES
 from rollstream.topics.wire.codec import decode_as
+from rollstream.topics.wire.media import is_medium, media_problems
 from rollstream.topics.wire.rl_examples import IN_THE_RECORD, REFERENCE, SAMPLING_MASK, SAMPLING_MASK_COUNTS, lengths_of
 
 LOGPROB_TOLERANCE = 1e-3
@@ -156,7 +157,7 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
 
 def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     numbers = entry.rows
-    if entry.array.stored and len(numbers) != 1:
+    if (entry.array.stored or is_medium(entry.name)) and len(numbers) != 1:
         return f"token array {entry.name} names one object for {len(numbers)} rows"
     # Neighbours are compared, because differences of large numbers may overflow.
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
@@ -277,11 +278,13 @@ def arrays_problems(arrays: Mapping[str, NamedArray], length: int) -> list[str]:
     for name, extra in arrays.items():
         if not 0 < len(name) <= NAME_LIMIT:
             issues.append(f"a token array's name has {len(name)} characters; it must have 1 to {NAME_LIMIT}")
+        elif is_medium(name):
+            issues += _array_problems(name, extra, extra.shape[0] if extra.shape else 0)
         elif name != SAMPLING_MASK:
             issues += _array_problems(name, extra, length)
     if not issues and SAMPLING_MASK in arrays:
         issues += _mask_problems(arrays[SAMPLING_MASK], arrays.get(SAMPLING_MASK_COUNTS))
-    return issues
+    return issues or media_problems(arrays)
 
 
 def _mask_problems(mask: NamedArray, counts: NamedArray | None) -> list[str]:

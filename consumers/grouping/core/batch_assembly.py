@@ -30,6 +30,7 @@ from rollstream.topics.records import BatchIndexEntry
 from rollstream.topics.wire import codec
 from rollstream.topics.wire.codec import column_bytes
 from rollstream.topics.wire.frame_pieces import FramePieces, Piece, frame_pieces
+from rollstream.topics.wire.media import is_medium
 from rollstream.topics.wire.rl_examples import REFERENCE, RLExample, digested
 
 
@@ -68,13 +69,13 @@ def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> lis
 def joined_arrays(rollouts: Sequence[HeldRollout]) -> list[dict[str, Any]]:
     """Join the named arrays of a batch's rows: one array per name, dtype and shape of a token, sorted in that order.
 
-    An array that lies in the store stays one of its own, and is not read.
+    An array that lies in the store stays one of its own, and is not read; so does an image in the record.
     """
     rows: dict[tuple[str, str, tuple[int, ...], int, str], list[int]] = {}
     for row, rollout in enumerate(rollouts):
         for name, array in rollout.token_arrays.items():
             if name != REFERENCE:
-                alone = row if array.stored else -1
+                alone = row if array.stored or is_medium(name) else -1
                 rows.setdefault((name, array.dtype, array.shape[1:], alone, array.stored), []).append(row)
     joined = []
     for (name, dtype, shape, _row, stored), numbers in sorted(rows.items()):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.grouping.core.estimators import RolloutDetails, TurnOutcome
 from rollstream.topics.records import Bool, Float32, Int32, NamedArray, Rollout, SamplingParams
 from rollstream.topics.wire.codec import column_bytes
+from rollstream.topics.wire.media import is_medium
 from rollstream.topics.wire.rl_examples import REFERENCE, REPLAYED, RLExample, Source
 
 SPARE_BYTES = 1024
@@ -105,12 +106,13 @@ class HeldRollout(_Fields):
         )
 
     def trimmed(self, token_arrays: Collection[str] = ()) -> "HeldRollout":
-        """Return it with the reference log-probabilities, the arrays REPLAYED and the named `token_arrays` only, and
-        without the bytes of its record if many of them are of no use."""
+        """Return it with the reference log-probabilities, the arrays REPLAYED, images and the named `token_arrays`
+        only, and without the bytes of its record if many of them are of no use."""
         held = self
         if arrays := self.token_arrays:
-            kept = {name: arrays[name] for name in (REFERENCE, *REPLAYED, *token_arrays) if name in arrays} or NOTHING
-            held = held._replace(token_arrays=kept)
+            kept = {name: arrays[name] for name in (REFERENCE, *REPLAYED, *token_arrays) if name in arrays}
+            kept |= {name: array for name, array in arrays.items() if is_medium(name)}
+            held = held._replace(token_arrays=kept or NOTHING)
         if len(self.data) - 9 * self.length > SPARE_BYTES:
             begins = (0, 4 * self.length, 5 * self.length)
             held = held._replace(data=b"".join(map(self.bytes_of, range(3))), begins=begins)

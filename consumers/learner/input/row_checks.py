@@ -18,6 +18,7 @@ from rollstream.consumers.learner.training.packing import NO_PAIRS
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 from rollstream.topics.records.fates import MISSING_ARRAY, Skip
+from rollstream.topics.wire.media import is_medium
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
@@ -128,6 +129,9 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
                 any_trained(~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
             )
         )
+    if media := {int(row) for entry in batch.token_arrays if is_medium(entry.name) for row in entry.rows}:
+        rows = np.isin(np.arange(len(batch)), list(media))
+        checks.append(("media", "images, which the learner's models do not read", rows))
     if replayed_arrays(config):
         text = "an array that is missing in its store, or damaged there"
         checks.append((MISSING_ARRAY, text, rows_without_arrays(batch, config)))

@@ -17,7 +17,14 @@ from rollstream.consumers.learner.training.bin_packing import layout
 from rollstream.consumers.models.config import DecoderConfig, expert_dtype
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
-from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK, SAMPLING_MASK_COUNTS, token_arrays_of
+from rollstream.topics.wire.media import Medium
+from rollstream.topics.wire.rl_examples import (
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
+    SAMPLING_MASK_COUNTS,
+    media_of_rows,
+    token_arrays_of,
+)
 
 TooLong = Literal["skip", "truncate", "error"]
 KEPT_POSITIONS, KEPT_TOKENS = "kept_positions", "kept_tokens"
@@ -61,6 +68,8 @@ class TrainingSequence(NamedTuple):
     """These tokens, those of the first token first, [sum of the numbers]."""
     environment: str = ""
     """Environment of the rollout, by which its loss is chosen."""
+    media: tuple[Medium, ...] = ()
+    """Images of the rollout; the learner's own models read none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +220,12 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
             kept_counts=named.get(SAMPLING_MASK_COUNTS),
             kept_tokens=named.get(SAMPLING_MASK),
             environment=batch.groups[group].environment,
+            media=media,
         )
-        for start, end, advantages, temperature, truncated, named, group in zip(
-            splits[:-1], splits[1:], _advantages(batch), temperatures, cut, arrays, groups, strict=True
+        for start, end, advantages, temperature, truncated, named, group, media in zip(
+            *(splits[:-1], splits[1:], _advantages(batch), temperatures, cut, arrays, groups),
+            media_of_rows(batch),
+            strict=True,
         )
     ]
 

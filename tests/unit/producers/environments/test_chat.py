@@ -12,6 +12,7 @@ from rollstream.producers.environments.chat import Chat, ChatEnvironment, Tool, 
 from rollstream.producers.environments.environment import Prompt, Score
 from rollstream.producers.environments.scripted_policy import ScriptedPolicy
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.wire.media import image_part
 from tests.support.scripted_endpoint import call, play
 
 PROMPT = Prompt(example_id="x", text="1+2?", answer="3")
@@ -201,3 +202,11 @@ def test_a_tool_may_have_a_description_of_its_own() -> None:
     policy = ScriptedPolicy({"echo": {"a": 1}}, "done")
     asyncio.run(Chat(policy.ask, [tool]).until_answer("go", turns=2))
     assert policy.texts == ["go", '{"a": 1}']
+
+
+def test_an_image_in_bytes_is_sent_as_data() -> None:
+    policy = ScriptedPolicy("two")
+    chat = Chat(policy.ask)
+    content = [{"type": "image", "image": b"\xff\xd8\xff"}, {"type": "text", "text": "How many dots?"}]
+    assert asyncio.run(chat({"role": "user", "content": content})).text == "two"
+    assert chat.messages[0] == {"role": "user", "content": [image_part("image/jpeg", b"\xff\xd8\xff"), content[1]]}

@@ -1,5 +1,6 @@
 """Sessions as a fold of their records: who ends them, what counts, and who writes their rollouts."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from rollstream.producers.gateway.sessions import (
 )
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SessionEvent
+from rollstream.topics.wire.media import image_part, media_of
 from rollstream.topics.wire.validation import cancellation_problems, problems
 
 START = SessionEvent(
@@ -84,6 +86,28 @@ def test_a_session_with_calls_an_end_and_a_reward_becomes_rollouts() -> None:
         assert problems(rollout) == []
         assert (rollout.uid, rollout.episode_uid, rollout.reward, rollout.policy_version) == ("g.0", "g.0", 0.5, 4)
         assert rollout.metadata.weight_step == 40
+
+
+def test_images_of_the_messages_of_a_conversation_are_images_of_its_rollout() -> None:
+    def asked(url: str, text: str) -> dict[str, Any]:
+        image = {"type": "image_url", "image_url": {"url": url}}
+        return {"role": "user", "content": [{"type": "text", "text": text}, image, image]}
+
+    png = image_part("image/png", b"\x89PNG")["image_url"]["url"]
+    messages = [asked(png, "see "), {"role": "assistant", "content": "a dot"}, asked(png.replace("png", "gif"), "")]
+    first = call(0, messages=json.dumps(messages[:1]))
+    second = call(1, (0, 7, 1, 2, 9), parent="c0", shared=4, messages_shared=1, messages=json.dumps(messages[1:]))
+    second = replace(second, prompt=second.prompt[4:])
+    (rollout,) = rollouts_of(folded((1, first), (2, second), (3, event("end"))), FORM, POLICIES)
+    assert problems(rollout) == []
+    texts = [turn.text for turn in rollout.turns if turn.role == "user"]
+    assert texts == ["see [image 1][image 2]", "[image 3][image 4]"]
+    media = [(medium.media_type, medium.data) for medium in media_of(rollout.token_arrays)]
+    assert media == [("image/png", b"\x89PNG")] * 2 + [("image/gif", b"\x89PNG")] * 2
+
+    elsewhere = call(0, messages=json.dumps([asked("https://example.org/cat.png", "see")]))
+    with pytest.raises(RecordError, match="a record needs its bytes"):
+        rollouts_of(folded((1, elsewhere), (2, event("end"))), FORM, POLICIES)
 
 
 def test_only_the_branch_that_a_call_too_long_would_have_continued_is_truncated_and_only_if_it_ends_there() -> None:

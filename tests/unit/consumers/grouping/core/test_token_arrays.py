@@ -17,12 +17,14 @@ from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.files.stores import LocalStore
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.media import is_medium, media_arrays, media_of
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS as EXPERTS
 from rollstream.topics.wire.rl_examples import (
     SAMPLING_MASK,
     SAMPLING_MASK_COUNTS,
     WEIGHT_VERSION,
     examples_of,
+    media_of_rows,
     stamp_of,
 )
 from rollstream.topics.wire.validation import batch_problems
@@ -208,6 +210,32 @@ def test_a_batch_names_the_stored_arrays_of_its_rows_and_the_fold_reads_none() -
     assert [e.stored_arrays[EXPERTS].stored for e in examples_of(chosen)] == [names[1], names[0], names[1]]
     again = [rollout.token_arrays[EXPERTS].stored for rollout, _advantage in rollouts_of(batch, lambda _version: 0)]
     assert again == [names[0], names[0], names[1], ""]
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_batches_carry_the_images_of_their_rows_in_order_and_chosen_rows_keep_them(
+    stores: bool, tmp_path: Path
+) -> None:
+    d, store = driver(batch_rollouts=4), StoredArrays(LocalStore(tmp_path), "arrays")
+    for row in range(4):
+        images = [("image/png", bytes([row // 2, n])) for n in range(row)]
+        named = media_arrays(images, [(n, n + 1) for n in range(row)], 4)
+        if stores:
+            named = {name: store.put(array) if is_medium(name) else array for name, array in named.items()}
+        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=named))
+    (batch,) = d.batches
+    assert batch_problems(batch) == []
+    expected = [[(n, n + 1, bytes([row // 2, n])) for n in range(row)] for row in range(4)]
+    for rows in (range(4), [3, 1, 3, 0]):
+        chosen = chosen_rows(batch, list(rows))
+        assert batch_problems(chosen) == []
+        assert media_of_rows(chosen) == [example.media for example in examples_of(chosen)]
+        media = [[medium._replace(array=store.load(medium.array)) for medium in row] for row in media_of_rows(chosen)]
+        assert [[(m.start, m.stop, m.data) for m in row] for row in media] == [expected[row] for row in rows]
+    named_objects = {array.stored for row in media_of_rows(batch) for _n, _t, array, *_span in row}
+    assert len(named_objects) == (4 if stores else 1), "rows of a group share objects"
+    again = [media_of(rollout.token_arrays) for rollout, _advantage in rollouts_of(batch, lambda _version: 0)]
+    assert again == media_of_rows(batch)
 
 
 def test_the_size_of_a_batch_counts_the_names_of_stored_arrays() -> None:

@@ -17,6 +17,7 @@ from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import BatchTokenArray, NamedArray, TrainingBatch
+from rollstream.topics.wire.media import media_arrays
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS
 from tests.support.batches import random_batch
 
@@ -46,7 +47,13 @@ def temperature(value: float) -> Callable[[TrainingBatch], TrainingBatch]:
     return lambda batch: replace(batch, temperatures=np.where(np.arange(len(batch)) == ROW, value, 1.0))
 
 
+def with_image(batch: TrainingBatch) -> TrainingBatch:
+    [(name, array)] = media_arrays([("image/png", b"png")]).items()
+    return replace(batch, token_arrays=(BatchTokenArray(name=name, array=array, rows=np.array([ROW], "<i4")),))
+
+
 HOSTILE = {
+    "image": ("media", with_image),
     "token beyond the vocabulary": ("vocabulary", last_token(99, "tokens")),
     "largest token": ("vocabulary", last_token(2**31 - 1, "tokens")),
     "negative token": ("vocabulary", last_token(-1, "tokens")),

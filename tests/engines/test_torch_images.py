@@ -1,0 +1,42 @@
+"""A vision-language model of transformers learns from images on the log through the torch trainer."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from tests.engines.test_torch_trainer import PYTHON, check_installed
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+STEPS, SEED = 100, 0
+
+
+def test_a_model_learns_to_count_dots_from_images_on_the_log(run: RealRun) -> None:
+    check_installed()
+    run.topics = type(run.topics)(partitions=1)
+    run.grouping = replace(run.grouping, batch_rollouts=48, max_batch_age_s=0.3, max_policy_lag=-1)
+    assert run.start("topics", "apply").wait(120) == 0
+    run.start("group", "--ordinal", "0")
+    store = run.directory / "store"
+    words = (run.kafka.bootstrap_servers, run.name, store, run.directory, STEPS, SEED)
+    print(f"dots.py with seed {SEED}")
+    done = subprocess.run(
+        [str(PYTHON), "-P", "-m", "tests.engines.dots", *map(str, words)],
+        cwd=run.directory,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    first, last = (sum(part) / 10 for part in (figures["rewards"][:10], figures["rewards"][-10:]))
+    print(f"rewards {first:.2f} to {last:.2f}, right {figures['seen']:.2f}, of blank pictures {figures['blank']:.2f}")
+    assert first < 0.5
+    assert last > 0.75
+    assert figures["seen"] > 0.8, "it counts in new pictures"
+    assert figures["blank"] < 0.5, "and it does so by looking at them"
