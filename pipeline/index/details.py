@@ -15,6 +15,7 @@ from rollstream.pipeline.index.rollout_rows import finite
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
 from rollstream.topics.wire.codec import decode
+from rollstream.topics.wire.media import Medium, media_of
 from rollstream.topics.wire.rl_examples import REFERENCE
 
 TOKENS = 20_000
@@ -33,6 +34,10 @@ def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, token
     return {
         "row": rows_of(db, [row_id])[0],
         "turns": [_turn(turn) for turn in rollout.turns],
+        "media": [
+            {"number": medium.number, "text": str(medium), "digest": medium.digest, "start": medium.start}
+            for medium in media_of(rollout.token_arrays)
+        ],
         "tokens": _tokens(rollout, batch, place, max(tokens_from, 0), view.token_texts),
         "components": {name: finite(value) for name, value in rollout.reward_components.items()},
         "sampling": _sampling(rollout),
@@ -42,6 +47,14 @@ def details(db: sqlite3.Connection, view: IndexedRun, place: RolloutPlace, token
         "fate": fate_node(view, place, fate, batch).as_dict(),
         "lineage": [record_lineage(view, place).as_dict()],
     }
+
+
+def medium(view: IndexedRun, place: RolloutPlace, number: int) -> Medium:
+    """Return an image of a rollout. Raises TopicError if the log has no rollout at this place, or it has fewer."""
+    media = media_of(_rollout(view, place).token_arrays)
+    if not 0 <= number < len(media):
+        raise TopicError(f"rollouts {place} has {len(media)} images, and none of number {number}")
+    return media[number]
 
 
 def id_at(db: sqlite3.Connection, place: RolloutPlace) -> int:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.consumers.archive.log_source import ArchiveSource, LogSource, TopicSource
+from rollstream.consumers.archive.manifest import arrays_folder
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.index import details as rollout_details
 from rollstream.pipeline.index import schema, sqlite_files
 from rollstream.pipeline.index.indexed_run import IndexedRun, RolloutPlace, TokenizerOfSource
 from rollstream.pipeline.index.writer import IndexWriter, index_file, positions_of
 from rollstream.topics.closing import Closing
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.files.stored_arrays import ArrayMissing, StoredArrays
 from rollstream.topics.files.stores import open_store
+from rollstream.topics.wire.media import Medium
 
 
 class IndexProgress(NamedTuple):
@@ -36,9 +39,9 @@ class _Opened(NamedTuple):
 class RunIndex(Closing):
     """The index of one run."""
 
-    def __init__(self, config: RunConfig, path: Path, source: LogSource) -> None:
+    def __init__(self, config: RunConfig, path: Path, source: LogSource, archive: str = "") -> None:
         """Use `RunIndex.open` instead."""
-        self._config, self._path, self._source = config, path, source
+        self._config, self._path, self._source, self._archive = config, path, source, archive
         self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
         self._local = threading.local()
         """Connections of the threads that query the index."""
@@ -57,7 +60,7 @@ class RunIndex(Closing):
             source = ArchiveSource(open_store(archive), config.run)
         else:
             source = TopicSource(config.kafka, config.run)
-        index = cls(config, index_file(config, archive), source)
+        index = cls(config, index_file(config, archive), source, archive)
         if fills:
             index.begin()
         return index
@@ -112,6 +115,22 @@ class RunIndex(Closing):
     def details(self, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
         """Return all details of one rollout. Raises TopicError if the index or the log has no rollout at this place."""
         return rollout_details.details(self.db, IndexedRun(self.db, self._source, self._tokenizer), place, tokens_from)
+
+    def medium(self, place: RolloutPlace, number: int) -> Medium:
+        """Return an image of a rollout with its bytes. Raises TopicError if there is none, or its object is missing,
+        StoreError if the store cannot be read, and ConfigurationError if kafka.arrays.url is empty."""
+        view = IndexedRun(self.db, self._source, self._tokenizer)
+        medium = rollout_details.medium(view, place, number)
+        if not medium.array.stored:
+            return medium
+        if self._archive:
+            arrays = StoredArrays(open_store(self._archive), arrays_folder(self.run))
+        else:
+            arrays = StoredArrays.of(self.run, self._config.kafka.arrays)
+        try:
+            return medium._replace(array=arrays.load(medium.array))
+        except ArrayMissing as error:
+            raise TopicError(str(error)) from error
 
     @property
     def db(self) -> sqlite3.Connection:

@@ -22,6 +22,7 @@ from rollstream.producers.inference.replay_arrays import is_known
 from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.files.stored_arrays import StoredArrays
 from rollstream.topics.records import Rollout, TrainingBatch
+from rollstream.topics.wire.media import is_medium, media_of
 from rollstream.topics.wire.rl_examples import ROUTED_EXPERTS, SAMPLING_MASK
 
 _CELLS = 8
@@ -138,8 +139,11 @@ def _print(console: Any, details: RolloutDetails, full: bool, texts: Sequence[st
     console.print(_text(reward + (", truncated" if r.truncated else "")))
     for turn in r.turns:
         console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
+    if media := media_of(r.token_arrays):
+        console.print(_text("\n".join(("", *map(str, media)))))
     for name, array in sorted(r.token_arrays.items()):
-        console.print(_text(f"array {name}: {array_text(array)}"))
+        if not is_medium(name):
+            console.print(_text(f"array {name}: {array_text(array)}"))
     columns = "id, its text" if texts else "id"
     sampled = f"{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled"
     console.print(_text(f"\n{sampled}: each {columns} and its log-probability", "bold"))

@@ -202,9 +202,17 @@ export interface TreeNode {
   [key: string]: unknown;
 }
 
+export interface Medium {
+  number: number;
+  text: string;
+  digest: string;
+  start: number;
+}
+
 export interface RolloutAnswer {
   row: Row;
   turns: Turn[];
+  media: Medium[];
   tokens: Tokens;
   components: Record<string, number>;
   sampling: Record<string, unknown>;

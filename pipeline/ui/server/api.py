@@ -93,6 +93,8 @@ _MOST_SKIPPED = 10**12
 _BINS, _MOST_BINS = 20, 200
 _BUCKETS, _MOST_BUCKETS = 120, 2000
 _MOST_VERSIONS = 200
+_SHOWN_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+"""Types that a browser draws and in which nothing runs."""
 ORDERS = ("newest", "oldest", "reward", "length", "advantage")
 
 
@@ -117,6 +119,7 @@ class Api:
             web.get(f"{run}/facets", self._facets),
             web.get(f"{run}/rollouts/{{partition}}/{{offset}}", self._details),
             web.get(f"{run}/rollouts/{{partition}}/{{offset}}/estimators", self._estimators),
+            web.get(f"{run}/rollouts/{{partition}}/{{offset}}/media/{{number:[0-9]{{1,3}}}}", self._medium),
             web.get(f"{run}/groups", self._groups),
             web.get(f"{run}/spread", self._spread),
             web.get(f"{run}/drops", self._drops),
@@ -195,6 +198,14 @@ class Api:
     async def _estimators(self, request: web.Request) -> web.Response:
         place = given.place(request.match_info["partition"], request.match_info["offset"])
         return answer(await self._run(request).ask(lambda index: group_query.estimators(index.db, place)))
+
+    async def _medium(self, request: web.Request) -> web.Response:
+        place = given.place(request.match_info["partition"], request.match_info["offset"])
+        number = int(request.match_info["number"])
+        medium = await self._run(request).ask(lambda index: index.medium(place, number))
+        if medium.media_type not in _SHOWN_IMAGES:
+            raise web.HTTPUnsupportedMediaType(reason="the page shows PNG, JPEG, GIF and WebP")
+        return web.Response(body=medium.data, content_type=medium.media_type, headers={"Cache-Control": NO_STORE})
 
     async def _groups(self, request: web.Request) -> web.Response:
         query = request.query

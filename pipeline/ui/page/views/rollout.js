@@ -41,6 +41,7 @@ function Details({ run, place, found }) {
     <${Facts} items=${factsOf(row, run, found.components)} />
     <h3>Conversation</h3>
     <${Conversation} turns=${found.turns} onTokens=${setStart} />
+    <${Images} run=${run} place=${place} media=${found.media} />
     <h3 ref=${strip}>Tokens <span class="muted">${count(found.tokens.total)}, ${count(row.sampled)} sampled</span></h3>
     <${TokenStrip} tokens=${found.tokens} run=${run} place=${place} start=${start} key=${place} />
     <h3>Group <span class="muted">${count(found.group.length)} members</span></h3>
@@ -95,6 +96,17 @@ function Conversation({ turns, onTokens }) {
       </div>`,
     )}
   </div>`;
+}
+
+/** @param {{ run: string, place: string, media: import("../contract").Medium[] }} props */
+function Images({ run, place, media }) {
+  const path = `rollouts/${place.replace(":", "/")}/media`;
+  return media.map(
+    ({ number, text, digest }) => html`<figure class="medium" key=${number}>
+      <img src=${address(run, `${path}/${number}`)} alt=${`blake3:${digest}`} loading="lazy" />
+      <figcaption class="muted">${text}</figcaption>
+    </figure>`,
+  );
 }
 
 /** @param {number | string | null} version */

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 import pytest
 
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.index.indexed_run import RolloutPlace
 from rollstream.pipeline.ui.server.answers import CONTENT_SECURITY
 from rollstream.pipeline.ui.server.page_server import PageFiles, PageServer
 from rollstream.pipeline.ui_config import UiConfig
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.records import NamedArray
+from rollstream.topics.wire.media import Medium
 from tests.support.log_lines import log_lines
 from tests.support.page import Answer, PageClient, page_server
 
@@ -261,3 +264,40 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         UiConfig(port=65536)
     with pytest.raises(ConfigurationError, match=r"ui\.host is empty"):
         UiConfig(host="")
+
+
+class RunWithImages:
+    """Stands in for a run of one rollout with four images."""
+
+    source = "topics"
+    media = tuple(
+        Medium(number, media_type, NamedArray(dtype="|u1", shape=(3,), data=b"PNG"))
+        for number, media_type in enumerate(("image/png", "image/svg+xml", "text/html", "image/webp"))
+    )
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+    async def ask(self, question: Callable[["RunWithImages"], Medium]) -> Medium:
+        return question(self)
+
+    def medium(self, place: RolloutPlace, number: int) -> Medium:
+        if (place, number) == ((0, 7), 4):
+            raise TopicError("store/20261130/ab is missing")
+        assert place == (0, 7)
+        return self.media[number]
+
+
+def test_images_are_sent_as_such_and_what_could_run_in_a_browser_is_not() -> None:
+    async def answers() -> list[Answer]:
+        async with PageServer(UiConfig(port=0), {"main": RunWithImages()}) as server:  # type: ignore[dict-item]
+            page = PageClient(server.url)
+            paths = [f"/api/runs/main/rollouts/0/7/media/{number}" for number in (0, 3, 1, 2, 4, "x", "-1")]
+            return [await asyncio.to_thread(page.get, path) for path in paths]
+
+    shown = asyncio.run(answers())
+    assert [answer.status for answer in shown] == [200, 200, 415, 415, 404, 404, 404]
+    assert [answer.headers["Content-Type"] for answer in shown[:2]] == ["image/png", "image/webp"]
+    assert [answer.body for answer in shown[:2]] == [b"PNG", b"PNG"]
+    assert shown[0].headers["X-Content-Type-Options"] == "nosniff"
+    assert shown[4].json["error"] == "store/20261130/ab is missing"
