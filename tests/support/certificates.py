@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +33,18 @@ class Authority:
         self.certificate = folder / f"{name}.crt"
         self.certificate.write_bytes(built.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, days: int = 2) -> Pair:
-        """Sign a certificate of this common name, for this machine; it is expired if `days` is negative."""
+    def issue(self, name: str, *, days: int = 2, organization: str = "", addresses: Sequence[str] = (HOST,)) -> Pair:
+        """Sign a certificate of this common name, by default for this machine; it is expired if `days` is negative."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))])
-        signed = self._built(subject, key, days).add_extension(here, critical=False).sign(self._key, hashes.SHA256())
+        subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
+        if organization:
+            subject.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization))
+        here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(each)) for each in addresses])
+        signed = (
+            self._built(x509.Name(subject), key, days)
+            .add_extension(here, critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
         pair = Pair(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         pair.certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         form = serialization.PrivateFormat.PKCS8
