@@ -49,7 +49,7 @@ export FAILED_TESTS = $(abspath $(FAILED))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check run-check test test-unit test-real test-all run-test beside-unit beside-real run-unit run-real run-all bench kills mutants lint format docs lock clean
+.PHONY: help setup demo check run-check test test-unit test-real test-all run-test beside-unit beside-real run-unit run-real run-all bench kills cluster mutants lint format docs lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -177,6 +177,9 @@ bench: $(STAMP) ## Measure against raw baselines of the same run (some rows; all
 
 kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. ARGS="--kills 8 --seed 7"
 	$(BIN)/python -m tests.bench.kills $(ARGS)
+
+cluster: $(STAMP) ## Install the chart on a real Kubernetes on this machine, then kill, scale and upgrade it (root on Debian, with Go)
+	$(BIN)/python -m pytest -s tests/cluster/test_kubernetes.py $(ARGS)
 
 mutants: $(STAMP) ## Break promises in a copy of the code, and count what the tests notice, e.g. ARGS="lag seek"
 	$(BIN)/python -m tests.mutants $(ARGS)

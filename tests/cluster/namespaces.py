@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 ADDRESS = "10.99.0.1"
+_CGROUPS = Path("/sys/fs/cgroup")
 _NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
 # The shell is the first process of the namespace: unlike Python it collects the children that others leave behind.
 _FIRST = ("sh", "-c", '"$@"; exit $?', "sh")
@@ -33,6 +34,9 @@ def enter(module: str) -> int:
         command = [sys.executable, "-m", module, folder]
         return subprocess.run(["setpriv", "--pdeathsig", "KILL", *_NAMESPACES, *_FIRST, *command], cwd=ROOT).returncode
     finally:
+        for cgroup in _cgroups(Path(folder)):
+            for parent, _, _ in os.walk(cgroup, topdown=False):
+                os.rmdir(parent)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -40,3 +44,20 @@ def give_address() -> None:
     """Give the network of the namespaces an address. With none but that of loopback, the C library finds no names."""
     for words in (["address", "add", f"{ADDRESS}/32", "dev", "lo"], ["link", "set", "lo", "up"]):
         subprocess.run(["ip", *words], check=True)
+
+
+def make_cgroup(folder: Path) -> str:
+    """Make a cgroup for what the namespaces with this directory start, which is removed with them; return its path."""
+    for controller in (_CGROUPS, *_CGROUPS.iterdir()):
+        if (controller / "cgroup.procs").exists():
+            (controller / folder.name).mkdir(exist_ok=True)
+            # By default a cgroup gets as much of a busy machine as a single process outside.
+            for file, share in (("cpu.shares", "8192"), ("cpu.weight", "800")):
+                if (controller / folder.name / file).exists():
+                    (controller / folder.name / file).write_text(share)
+    return f"/{folder.name}"
+
+
+def _cgroups(folder: Path) -> list[Path]:
+    """That cgroup, once for each hierarchy."""
+    return [*_CGROUPS.glob(folder.name), *_CGROUPS.glob(f"*/{folder.name}")]
