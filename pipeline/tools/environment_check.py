@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
@@ -49,6 +50,14 @@ SCHEDULING = Path("/proc/thread-self/schedstat")
 """Statistics of this thread: nanoseconds on a processor, nanoseconds waiting for one, time slices."""
 _BLOCKED_S = 0.1
 """Time for which the event loop may be blocked without a warning."""
+
+
+class ThreadTimes(NamedTuple):
+    """The clock, and for how long this thread has run and has waited for a processor, all in seconds."""
+
+    at_s: float
+    ran_s: float
+    waited_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,24 +194,34 @@ async def _server(worker: WorkerConfig, stack: AsyncExitStack) -> SamplingClient
 
 
 async def _longest_block() -> float:
-    """Measure until cancelled; return the longest time between two turns of the event loop, without the time for which
-    other programs had the processors."""
-    longest, before = 0.0, own_time_s()
+    """Measure until cancelled; return the longest time between two turns of the event loop, as `blocked_s` counts."""
+    longest, before = 0.0, thread_times()
     try:
         while True:
             await asyncio.sleep(0.001)
-            now = own_time_s()
-            longest, before = max(longest, now - before - 0.001), now
+            now = thread_times()
+            longest, before = max(longest, blocked_s(before, now) - 0.001), now
     except asyncio.CancelledError:
-        return max(longest, own_time_s() - before - 0.001)
+        return max(longest, blocked_s(before, thread_times()) - 0.001)
 
 
-def own_time_s() -> float:
-    """Return a time, in seconds, that stands still while this thread could run and waits for a processor (on Linux)."""
-    waited_ns = 0
+def thread_times() -> ThreadTimes:
+    """Return the times of this thread until now; where no statistics are kept, it never waits for a processor."""
+    ran_ns, waited_ns = 0, 0
     with suppress(OSError, ValueError, IndexError):
-        waited_ns = int(SCHEDULING.read_text().split()[1])
-    return time.monotonic() - waited_ns / 1e9
+        ran_ns, waited_ns = map(int, SCHEDULING.read_text().split()[:2])
+    return ThreadTimes(time.monotonic(), max(ran_ns, 1) / 1e9, waited_ns / 1e9)
+
+
+def blocked_s(before: ThreadTimes, now: ThreadTimes) -> float:
+    """Return the time between two moments, in seconds, without the time for which other programs had the processors.
+
+    A thread may sleep until another process has run, such as one that it starts. That process is assumed to wait for a
+    processor as this thread did in all its life, for each second that it ran.
+    """
+    ran, waited = now.ran_s - before.ran_s, now.waited_s - before.waited_s
+    slept = now.at_s - before.at_s - ran - waited
+    return ran + slept * now.ran_s / (now.ran_s + now.waited_s)
 
 
 def _stamp(environment: LoadedEnvironment, worker: WorkerConfig, members: int, number: int) -> GroupStamp:

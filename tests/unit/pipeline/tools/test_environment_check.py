@@ -34,7 +34,9 @@ class Slow(SingleTurn):
     def score(self, prompt, response_text, truncated):
         if self.fail:
             raise KeyError("verdict")
-        time.sleep(0.2)
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
         return Score(reward=0.5)
 """
 
@@ -379,9 +381,16 @@ def test_the_time_for_which_other_programs_had_the_processor_is_not_the_environm
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_check, "SCHEDULING", here / "schedstat")
-    first = environment_check.own_time_s()
-    (here / "schedstat").write_text("70 900000000000 3\n")
-    assert environment_check.own_time_s() < first - 800
+    assert environment_check.thread_times().waited_s == 0
+    (here / "schedstat").write_text("7000000000 900000000000 3\n")
+    assert environment_check.thread_times()[1:] == (7, 900)
+    (here / "schedstat").write_text("0 0 0\n")
+    assert environment_check.thread_times().ran_s > 0, "it is a divisor"
+    idle = environment_check.ThreadTimes(10.0, 1.0, 0.0)
+    assert environment_check.blocked_s(idle, idle._replace(at_s=10.75, ran_s=1.5)) == 0.75
+    # Runs for 0.5 s, waits for 1 s, and sleeps for 2 s, of which a process that it starts waits for three quarters.
+    busy = environment_check.ThreadTimes(10.0, 1.5, 5.0)
+    assert environment_check.blocked_s(busy, environment_check.ThreadTimes(13.5, 2.0, 6.0)) == 0.5 + 2 / 4
 
 
 def test_a_conversation_is_shown_as_the_chat_template_renders_it_with_the_tools(
