@@ -40,7 +40,7 @@ LONGEST = (
     *("memory_bounds", "verifier_pool", "live_ledger", "cli", "distribution", "signed_marks"),
     *("train_steps", "adapters", "weights_shards", "hostile_input", "access_rules", "chart", "demo"),
     # Whose tests are mostly long ones.
-    *("task_demos", "network", "compose_faults", "killed_commands", "compose_run", "learner_team"),
+    *("afternoon", "task_demos", "network", "compose_faults", "killed_commands", "compose_run", "learner_team"),
     *("agent_example", "steered_run", "learner_team_weights", "flooded_topics", "schema_registry", "fork"),
 )
 """Files whose tests begin first: files run beside each other, and would else wait for the longest at the end."""
