@@ -174,6 +174,8 @@ def read_a_bad_rollout(desk: Desk, browser: Browser) -> None:
         expect(seen.page.locator(".strip .token").nth(20)).to_be_visible()
         tokens = "".join(seen.page.locator(".strip .token").all_inner_texts())
         assert '"name":"sell","description":"Sell' in tokens
+        seen.page.get_by_role("button", name=re.compile("tokens .* to")).nth(1).click()
+        expect(seen.page.locator(".strip .token.active")).to_be_in_viewport()
         seen.page.context.close()
 
 
@@ -208,13 +210,13 @@ def compare(desk: Desk, browser: Browser) -> None:
 
 
 def read_the_archive(desk: Desk) -> None:
-    """What DuckDB and datasets read are the rollouts that the ledger counts."""
-    produced = json.loads(desk.rollstream("ledger", "--json"))["produced"]
-    files = sorted(map(str, (desk.home / "data" / "archive").rglob("*rollouts*/**/*.parquet")))
-    assert files
+    """What DuckDB and datasets read are the rollouts that the terminal counts."""
+    rollouts = json.loads(desk.rollstream("top", "--json"))["rollouts"]
+    table = desk.home / "data" / "archive" / "run=first" / "table=rollouts"
+    files = sorted(map(str, table.rglob("*.parquet")))
     for package, count in {"duckdb": in_duckdb, "datasets": partial(in_datasets, cache=desk.home / "cache")}.items():
         if find_spec(package):
-            assert 0 < count(files) <= produced
+            assert count(files) == rollouts > 0
         else:
             print(f"skipped: {package} is not installed")
 

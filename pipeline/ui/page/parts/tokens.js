@@ -52,7 +52,12 @@ function Strip({ tokens, from, start }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   const begin = from - tokens.from;
   const end = Math.min(begin + SHOWN, tokens.ids.length);
-  useEffect(() => setActive(start !== null && start >= from && start < from + SHOWN ? start : from), [from, start]);
+  useEffect(() => {
+    const named = start !== null && start >= from && start < from + SHOWN;
+    setActive(named ? start : from);
+    // A prompt may be longer than the window.
+    if (named) document.getElementById(`token-${start}`)?.scrollIntoView({ block: "center" });
+  }, [from, start]);
 
   const scale = useMemo(() => tokens.advantages.reduce((most, value) => Math.max(/** @type {number} */ (most), Math.abs(value ?? 0)), 0) || 1, [tokens]);
   const spans = useMemo(() => {

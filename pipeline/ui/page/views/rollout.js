@@ -1,6 +1,6 @@
 // One rollout: what was said, its tokens, its group side by side, other estimators, its fate and lineage.
 
-import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
+import { html, useRef, useState } from "../vendor/preact-htm.js";
 import { address } from "../lib/api.js";
 import { useAnswer } from "../lib/data.js";
 import { count, number, plain, signed, time, versionText, words } from "../lib/format.js";
@@ -33,16 +33,12 @@ export function OneRollout({ run, place, tick, onClose }) {
 function Details({ run, place, found }) {
   const { row } = found;
   const [start, setStart] = useState(/** @type {number | null} */ (null));
-  const strip = useRef(/** @type {HTMLElement | null} */ (null));
-  useEffect(() => {
-    if (start !== null) strip.current?.scrollIntoView({ block: "nearest" });
-  }, [start]);
   return html`
     <${Facts} items=${factsOf(row, run, found.components)} />
     <h3>Conversation</h3>
     <${Conversation} turns=${found.turns} onTokens=${setStart} />
     <${Images} run=${run} place=${place} media=${found.media} />
-    <h3 ref=${strip}>Tokens <span class="muted">${count(found.tokens.total)}, ${count(row.sampled)} sampled</span></h3>
+    <h3>Tokens <span class="muted">${count(found.tokens.total)}, ${count(row.sampled)} sampled</span></h3>
     <${TokenStrip} tokens=${found.tokens} run=${run} place=${place} start=${start} key=${place} />
     <h3>Group <span class="muted">${count(found.group.length)} members</span></h3>
     <${GroupMembers} run=${run} place=${place} members=${found.group} />
