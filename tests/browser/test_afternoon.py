@@ -205,6 +205,7 @@ def compare(desk: Desk, browser: Browser) -> None:
         seen = looked_at(browser, url, "#/first/compare", desk.home / "pages")
         rows = seen.page.get_by_role("table", name="Settings that differ").locator("tbody tr")
         expect(rows).to_have_count(1, timeout=PATIENCE_MS)
+        expect(seen.page.locator("main h2")).to_have_text(["Compare", "Settings that differ", "Key numbers", "Curves"])
         expect(rows).to_contain_text(re.compile(r"learner.optimizer.learning_rate\s*0.0005\s*0.001"))
         seen.page.context.close()
 

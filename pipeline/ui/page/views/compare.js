@@ -69,9 +69,11 @@ function Sides({ compared, runs, live, query }) {
       </form>
       ${distinct.length === 1 ? html`<${Empty}>There is nothing to compare it with: serve a second run with <code>rollstream ui --run A --run B</code>, or choose another learner.<//>` : null}
       ${failure ? html`<${Failure} error=${failure} />` : null}
-      ${runNames.length > 1 && overviews.every(Boolean) ? html`<${Numbers} names=${runNames} overviews=${overviews} />` : null}
     <//>
     ${runNames.length > 1 && runSettings.every(Boolean) ? html`<${SettingsPanel} names=${runNames} sides=${runSettings} />` : null}
+    ${runNames.length > 1 && overviews.every(Boolean)
+      ? html`<${Panel} title="Key numbers" note="reward and success of the newest rollouts"><${Numbers} names=${runNames} overviews=${overviews} /><//>`
+      : null}
     <${Panel} title="Curves" note="each in its colour; drag to zoom">
       ${answers.some((answer) => answer.loading) ? html`<${Loading} what="the curves" />` : html`<${Curves} sides=${sides} query=${query} />`}
     <//>`;
@@ -100,8 +102,8 @@ function Numbers({ names, overviews }) {
   const tops = overviews.map((each) => each.top);
   const dropped = tops.map((top) => Object.values(top.dropped).reduce((sum, n) => sum + n, 0));
   const rows = [
-    ["Mean reward, newest rollouts", ...tops.map((top) => number(top.rollouts ? top.reward : null, 3))],
-    ["Success, newest rollouts", ...tops.map((top) => percent(top.rollouts ? top.success : null))],
+    ["Mean reward", ...tops.map((top) => number(top.rollouts ? top.reward : null, 3))],
+    ["Success", ...tops.map((top) => percent(top.rollouts ? top.success : null))],
     ["Step", ...tops.map((top) => count(top.step))],
     ["Policy version", ...tops.map((top) => versionText(top.policy_version))],
     ["Rollouts", ...tops.map((top) => count(top.rollouts))],
