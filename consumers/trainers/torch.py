@@ -285,7 +285,8 @@ class TorchLearner(Closing):
             if self._distributed:
                 torch.distributed.all_reduce(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm or float("inf"))
-        self._optimizer.step()
+        if totals[0]:  # Otherwise momentum alone would move the parameters of a step that trains on nothing.
+            self._optimizer.step()
         metrics = {
             "loss": self._sum([loss])[0],
             "optim/grad_norm": float(norm),

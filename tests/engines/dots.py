@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -28,7 +29,7 @@ PATCHES = (SIDE // PATCH) ** 2
 PLACEHOLDER, QUESTION, VOCABULARY = MOST, MOST + 1, MOST + 2
 """Token n, below MOST, is the answer n + 1, and the others are no answers."""
 PROMPT = [PLACEHOLDER] * PATCHES + [QUESTION]
-GROUP, PICTURES = 8, 8
+GROUP, PICTURES, BATCH = 8, 8, 48
 Image = NDArray[np.uint8]
 
 
@@ -89,9 +90,9 @@ def main() -> None:
     kafka = KafkaConfig(bootstrap_servers=servers, arrays=ArraysConfig(url=store))
     torch.manual_seed(int(seed))
     torch.set_num_threads(1)
-    rng, rewards, sent = np.random.default_rng(int(seed)), [], 0
+    rng, rewards, sent, waiting = np.random.default_rng(int(seed)), [], 0, 0
     model = fresh_model(folder / "model")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loss = LossConfig(name="ppo_clip")
     with (
         RolloutProducer(kafka, run) as producer,
@@ -125,18 +126,28 @@ def main() -> None:
                     )
             producer.flush()
             sent += PICTURES
-            rewards.append(float((answers == torch.tensor([[count] for count, _image in pictures])).float().mean()))
-            # What is left over of one batch is not to grow old.
-            while learner.step < int(steps) and (metrics := learner.train(timeout_s=0.4)) is not None:
+            right = answers == torch.tensor([[count] for count, _image in pictures])
+            rewards.append(float(right.float().mean()))
+            mixed = [image for (_count, image), row in zip(pictures, right, strict=True) if 0 < row.sum() < GROUP]
+            if learner.step == int(steps) - 1 and mixed:
+                # Its group is in the next batch, without its image.
+                for file in Path(store, run, "arrays").glob(f"*/{blake3(png_of(mixed[0])).hexdigest()}"):
+                    file.unlink()
+            # Groups whose rewards are equal are dropped, so that it depends on the seed alone what each batch holds.
+            waiting += GROUP * len(mixed)
+            while learner.step < int(steps) and waiting >= BATCH:
+                metrics = learner.train(timeout_s=300)
+                assert metrics is not None, "no further batch; see the log of the grouping process"
+                waiting -= BATCH
                 print(f"step {learner.step}: reward {rewards[-1]:.3f}, loss {metrics['loss']:.4f}", flush=True)
     pictures = [drawn(rng) for _ in range(200)]
     counts = torch.tensor([count for count, _image in pictures])
 
-    def right(images: Sequence[Image]) -> float:
+    def share_right(images: Sequence[Image]) -> float:
         return float((log_probs_of(model, images).argmax(-1) == counts).float().mean())
 
     images = [image for _count, image in pictures]
-    figures = {"seen": right(images), "blank": right([np.zeros_like(image) for image in images])}
+    figures = {"seen": share_right(images), "blank": share_right([np.zeros_like(image) for image in images])}
     print(json.dumps({"rewards": rewards, **figures}))
 
 

@@ -7,18 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.records import LearnerStep
+from rollstream.topics.records.fates import MISSING_ARRAY
 from tests.engines.test_torch_trainer import PYTHON, check_installed
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-STEPS, SEED = 100, 0
+STEPS, SEED, BATCH = 140, 0, 48
 
 
 def test_a_model_learns_to_count_dots_from_images_on_the_log(run: RealRun) -> None:
     check_installed()
     run.topics = type(run.topics)(partitions=1)
-    run.grouping = replace(run.grouping, batch_rollouts=48, max_batch_age_s=0.3, max_policy_lag=-1)
+    run.grouping = replace(run.grouping, batch_rollouts=BATCH, max_batch_age_s=3600, max_policy_lag=-1)
     assert run.start("topics", "apply").wait(120) == 0
     run.start("group", "--ordinal", "0")
     store = run.directory / "store"
@@ -40,3 +43,8 @@ def test_a_model_learns_to_count_dots_from_images_on_the_log(run: RealRun) -> No
     assert last > 0.75
     assert figures["seen"] > 0.8, "it counts in new pictures"
     assert figures["blank"] < 0.5, "and it does so by looking at them"
+    steps = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
+    skipped = {step: sum(use.rows for use in steps[step].uses if use.code == MISSING_ARRAY) for step in steps}
+    assert {step for step, rows in skipped.items() if rows} == {STEPS}, "the image of a group of the last step was lost"
+    proof = ledger(run.kafka, run.name)
+    assert (proof.problems, proof.skipped) == ([], skipped[STEPS])

@@ -17,9 +17,9 @@ from rollstream.topics.wire.media import (
     images_in,
     media_arrays,
     media_of,
-    media_problems,
     sendable,
 )
+from rollstream.topics.wire.validation import arrays_problems
 
 PNG, JPEG = b"\x89PNG, not really", b"\xff\xd8\xff"
 
@@ -51,11 +51,11 @@ def bytes_of(*values: int) -> NamedArray:
         ({"media/1/image/png": bytes_of(1)}, "numbers [1] and not 0 to 0"),
         ({MEDIA_TOKENS: NamedArray.of(np.zeros(2, "<i4"))}, "must be <i2"),
         ({"media/0/image/png": bytes_of(1), MEDIA_TOKENS: NamedArray.of(np.array([0, 1], "<i2"))}, "not among 1"),
-        ({MEDIA_TOKENS: NamedArray.of(np.array([-2], "<i2"))}, "not among 0"),
+        ({MEDIA_TOKENS: NamedArray.of(np.array([-2, -1], "<i2"))}, "not among 0"),
     ],
 )
 def test_what_is_no_image_is_named(arrays: dict[str, NamedArray], words: str) -> None:
-    assert re.search(re.escape(words), "; ".join(media_problems(arrays)))
+    assert re.search(re.escape(words), "; ".join(arrays_problems(arrays, 2)))
 
 
 def test_parts_of_a_message_are_images_whoever_writes_them() -> None:
