@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from confluent_kafka.admin import AdminClient
 
 from rollstream.infra.config import BrokerConfig, image_environment, server_properties
 from tests.broker.test_demo import SMALL
-from tests.cluster.kubernetes_node import Node
+from tests.cluster.kubernetes_node import NODE, Node
 from tests.cluster.steps import last_step, steps
 from tests.faults.auditor import audit
 from tests.support.image.build import TAG, save_application, save_kafka
@@ -33,6 +34,7 @@ _VALUES = {
     "brokers": {"enabled": False, "bootstrapServers": SERVERS},
     "imagePullPolicy": "Never",
 }
+_ATOMIC = ("--reset-then-reuse-values", "--atomic")
 _OF_RUN = f"app.kubernetes.io/instance={RUN}"
 _PODS, _PARTITIONS = 6, 4
 """Pods that last: two that group, two workers, a server, a learner."""
@@ -155,6 +157,15 @@ class Story:
         self.await_training(moment, "kubectl delete pod --force broker-0")
         self.check_ledger()
 
+    def drain_node(self) -> None:
+        """Evict all pods of roles, as before work on a machine."""
+        moment, gone = self.moment(), self.ids()
+        roles = f"--pod-selector={_OF_RUN},app.kubernetes.io/component!=tools"
+        self.node.kubectl("drain", NODE, roles, "--delete-emptydir-data", "--force", "--timeout=30m")
+        self.node.kubectl("uncordon", NODE)
+        self.await_training(moment, "kubectl drain and uncordon", gone=gone)
+        self.check_ledger()
+
     def scale(self, number: int) -> None:
         """Set the number of grouping processes, and wait until they share the partitions."""
         moment = self.moment()
@@ -172,9 +183,17 @@ class Story:
         return len(shares) if all(shares) and sum(shares) == _PARTITIONS else 0
 
     def upgrade(self, what: str, *words: str) -> None:
-        moment, gone = self.moment(), [pod["metadata"]["uid"] for pod in self.pods()]
-        self.node.helm("upgrade", RUN, "chart", "--reset-then-reuse-values", "--atomic", "--timeout=30m", *words)
+        moment, gone = self.moment(), self.ids()
+        self.node.helm("upgrade", RUN, "chart", *_ATOMIC, "--timeout=30m", *words)
         self.await_training(moment, f"helm upgrade --atomic with {what}", gone=gone)
+        self.check_ledger()
+
+    def fail_upgrade(self) -> None:
+        """Helm takes back an upgrade to an image that the node does not have."""
+        moment = self.moment()
+        with pytest.raises(AssertionError, match="has been rolled back"):
+            self.node.helm("upgrade", RUN, "chart", *_ATOMIC, "--timeout=3m", "--set", "image=rollstream:absent")
+        self.await_training(moment, "helm upgrade --atomic, taken back after 3 minutes")
         self.check_ledger()
 
     def uninstall(self) -> None:
@@ -202,6 +221,9 @@ class Story:
     def moment(self) -> Moment:
         return Moment(time.monotonic(), time.time() * 1000, last_step(SERVERS, RUN))
 
+    def ids(self) -> list[str]:
+        return [pod["metadata"]["uid"] for pod in self.pods()]
+
     def pods(self, role: str = "") -> list[dict[str, Any]]:
         """Pods of roles, but those that have ended or were asked to."""
         found = []
@@ -219,7 +241,7 @@ class Story:
             now = self.pods()
             conditions = [each for pod in now for each in pod["status"].get("conditions", ())]
             count = sum(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-            return len(now) == count == pods and not any(pod["metadata"]["uid"] in gone for pod in now)
+            return len(now) == count == pods and not set(self.ids()).intersection(gone)
 
         eventually(ready, _PATIENCE_S, f"{pods} ready pods after {what}", every_s=0.5)
         ready_s, step = time.monotonic() - moment.began, last_step(SERVERS, RUN)
@@ -260,11 +282,13 @@ def tell(story: Story) -> None:
     for role in ("group", "infer", "env", "learn"):
         story.kill(role)
     story.kill_broker()
+    story.drain_node()
     for number in (1, 3, 1, 2):
         story.scale(number)
     story.write_chart("--set=learner.optimizer.learning_rate=0.001")
     story.upgrade("other settings")
     story.upgrade("another image", "--set", "image=rollstream:next")
+    story.fail_upgrade()
     story.uninstall()
     story.install()
     story.drain()
