@@ -6,6 +6,7 @@ separate process. However the demo ends, Ctrl-C included, no process that it sta
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -300,11 +301,14 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
     observer = training.observer
     book = ledger(config.kafka, config.run).as_dict()
     makers, estimators = config.grouper.makers, config.grouper.estimators
-    verification = verify(config.kafka, config.run, makers, estimators=estimators).as_dict()
+    # The run has ended: the checks may have every core.
+    cores = os.cpu_count() or 1
+    verification = verify(config.kafka, config.run, makers, estimators=estimators, processes=cores).as_dict()
     traced = trace(config)
     estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
     say(f"replaying the same log with the estimator {estimator}")
-    other = replay(config.kafka, config.run, {"estimator": estimator}, makers, estimators=estimators)
+    changes = {"estimator": estimator}
+    other = replay(config.kafka, config.run, changes, makers, estimators=estimators, processes=cores)
     first, last = observer.first(config.demo.window), observer.last(config.demo.window)
     return DemoReport(
         run=config.run,

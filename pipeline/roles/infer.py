@@ -1,6 +1,7 @@
 """The role `infer`: an inference server whose decoder follows the weights topic.
 
 It listens once the first policy version is loaded and everything is compiled, so that a ready server answers at once.
+It compiles while the learner still makes that version.
 """
 
 import argparse
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.learner.pretrained import tokenizer_of
-from rollstream.consumers.models.config import decoder_config
+from rollstream.consumers.learner.pretrained import model_of, tokenizer_of
+from rollstream.consumers.models.config import DecoderConfig, decoder_config, manifest_model
 from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_line.command_parser import set_handler
@@ -61,6 +63,11 @@ class FollowedPolicy:
     def vocab_size(self) -> int:
         """Number of token ids of the model, which may be more than the tokenizer has."""
         return self._decoder.config.vocab_size
+
+    @property
+    def model(self) -> DecoderConfig:
+        """The model whose versions can be served, with its adapters."""
+        return self._decoder.published
 
     @property
     def cache_bytes(self) -> int:
@@ -141,8 +148,12 @@ class FollowedPolicy:
         self._decoder.reset()
 
     def warm_up(self) -> None:
-        """Compile every shape, and report each one as progress, so that the supervisor goes on waiting."""
-        self._decoder.warm_up(self._params, announce_progress)
+        """Compile every shape, which needs no version, and report each one as progress, so that the supervisor goes on
+        waiting."""
+        from rollstream.consumers.models.decoder import shapes
+
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in shapes(self.model).items()}
+        self._decoder.warm_up(self._decoder.place(zeros), announce_progress)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -199,15 +210,31 @@ def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
 
 
 def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
-    """Import JAX, wait for the first version and compile for its shapes."""
-    from rollstream.consumers.models.slots import SlotDecoder, cache_bytes
+    """Compile for the model of the first version, and wait for that version.
 
+    A learner of the settings' model makes it meanwhile. If a version exists, or is of another model, its model counts.
+    """
+    policy = None
+    if follower.version < 0:
+        policy = _compiled(config, model_of(config.learner), tokenizer, follower)
     wait_for_version(follower, config.supervisor.ready_timeout_s)
     manifest = follower.manifest
     assert manifest is not None, "a version was waited for"
+    model = decoder_config(manifest.model)
+    if policy is None or policy.model != model:
+        policy = _compiled(config, model, tokenizer, follower)
+    policy.refresh()
+    return policy
+
+
+def _compiled(
+    config: RunConfig, model: DecoderConfig, tokenizer: Tokenizer, follower: WeightsFollower
+) -> FollowedPolicy:
+    """Import JAX and compile for a model. Raises ConfigurationError if its cache is too large."""
+    from rollstream.consumers.models.slots import SlotDecoder, cache_bytes
+
     began = time.monotonic()
     inference = config.inference
-    model = decoder_config(manifest.model)
     cache_mib = cache_bytes(model, inference.max_rows, inference.max_model_len, inference.dtype) / _MIB
     if cache_mib > inference.max_cache_mib:
         raise ConfigurationError(
@@ -225,13 +252,12 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower)
         steps=inference.decode_steps,
     )
     policy = FollowedPolicy(follower, decoder, tokenizer.eos_ids)
-    policy.refresh()
     policy.warm_up()
     event(
         logger,
         "decoder_compiled",
         seconds=round(time.monotonic() - began, 2),
         cache_mib=round(cache_mib, 1),
-        model=manifest.model,
+        model=manifest_model(model),
     )
     return policy
