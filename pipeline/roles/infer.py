@@ -173,7 +173,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
         # Until the server listens there is nothing to drain, so a signal ends it at once.
-        policy = _prepare(config, tokenizer, follower)
+        policy = prepare(config, tokenizer, follower)
         run_until_stopped(lambda stop: _serve(config, policy, tokenizer, template, stop))
     return 0
 
@@ -209,7 +209,7 @@ def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
                 raise
 
 
-def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
+def prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
     """Compile for the model of the first version, and wait for that version.
 
     A learner of the settings' model makes it meanwhile. If a version exists, or is of another model, its model counts.

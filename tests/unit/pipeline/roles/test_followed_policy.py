@@ -92,7 +92,7 @@ def test_a_server_compiles_for_the_settings_model_while_no_version_is_there(
         learner=replace(RunConfig().learner, model=MODEL),
         inference=replace(RunConfig().inference, max_rows=1, max_model_len=16),
     )
-    policy = infer._prepare(config, CharacterTokenizer(), cast(WeightsFollower, follower))
+    policy = infer.prepare(config, CharacterTokenizer(), cast(WeightsFollower, follower))
     assert seen == compiled
     assert policy.model == published
     assert policy.refresh() == 3
