@@ -149,9 +149,8 @@ def test_a_step_on_record_names_the_losses(own: str) -> None:
         "learner.losses.mine": own
     }
     assert "'losses': ('mine=" in fingerprint(config)["configuration"]
-    assert "losses" not in fingerprint(CONFIG)["configuration"]
     assert replace(CONFIG, losses=("chats=ppo_clip",)).every_loss == (CONFIG.loss,)
-    with pytest.raises(ConfigurationError, match=r"learner.losses names .*:absent', which cannot be imported"):
+    with pytest.raises(ConfigurationError, match=r"learner.losses names .* has no attribute 'absent'"):
         code_of(replace(CONFIG, losses=(f"mine={own.replace('doubled', 'absent')}",)))
 
 
