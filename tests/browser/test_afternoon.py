@@ -241,7 +241,8 @@ def use_the_checkpoint(desk: Desk) -> None:
 
     desk.rollstream("weights export", "-o", "model")
     tokenizer = AutoTokenizer.from_pretrained(desk.home / "model")
-    model = AutoModelForCausalLM.from_pretrained(desk.home / "model")
+    # The server computes in float32 with parameters that are published in bfloat16.
+    model = AutoModelForCausalLM.from_pretrained(desk.home / "model", dtype="float32")
     prompt = tokenizer("<tool_call>", return_tensors="pt", add_special_tokens=False)
     new = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     body = {"model": "policy", "prompt": "<tool_call>", "max_tokens": 12, "temperature": 0.0}
