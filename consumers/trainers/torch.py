@@ -24,12 +24,15 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.files.atomic_files import replacing
 from rollstream.topics.wire.media import MEDIA, Medium
+from rollstream.topics.wire.rl_examples import SAMPLING_MASK
 
 CLIPPED = ("ppo_clip", "grpo", "dr_grpo", "dapo")
 """Losses that share the clipped surrogate of PPO; `policy_loss` has these and `ce`."""
 LARGEST_LOG_RATIO = 20.0
 """Bound of differences of log-probabilities, as in the learner in JAX."""
 CHECKPOINT = "learner.pt"
+_NEVER = -1e30
+"""Logit of removed entries: finite, so that probability 0 times the logit is 0."""
 
 
 class Rows(NamedTuple):
@@ -48,6 +51,9 @@ class Rows(NamedTuple):
     """Weight of each token in the sum that the reduction divides; 0 where nothing is trained."""
     temperatures: torch.Tensor
     """Sampling temperature of each row, [rows]."""
+    kept: torch.Tensor | None = None
+    """Entries of the vocabulary to which distributions are limited, int64 [3, entries]: row, position before the token
+    that is drawn, entry; positions without any are not limited."""
     inputs: Mapping[str, torch.Tensor] = {}
     """Further arguments of the model: what it sees of the rows' images."""
 
@@ -79,18 +85,12 @@ def rows_of(
 ) -> Rows:
     """Put sequences side by side, with the weights that the loss's reduction gives to their tokens.
 
-    `pixels` makes the model's input of their images. Raises ConfigurationError for images without it, and for tokens
-    drawn from parts of the vocabulary: the softmax here is over all of it.
+    `pixels` makes the model's input of their images. Raises ConfigurationError for images without it.
     """
     media = [sequence.media for sequence in sequences]
     if any(media) and pixels is None:
         raise ConfigurationError("rollouts have images; give `pixels`, which makes the model's input of them")
     inputs = pixels(media) if pixels is not None and any(media) else {}
-    if any(sequence.kept_counts is not None and sequence.kept_counts.any() for sequence in sequences):
-        raise ConfigurationError(
-            "rollouts were sampled with top_p, top_k or min_p, and the torch trainer has no loss over the tokens that "
-            "these kept; sample without them, or train with rollstream's learner"
-        )
     longest = max(len(sequence.tokens) for sequence in sequences)
     shape = len(sequences), longest
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -108,7 +108,24 @@ def rows_of(
     temperatures = np.array([sequence.temperature for sequence in sequences], np.float32)
     arrays = (tokens, attention, mask, advantages, log_probs, weights, temperatures)
     tensors = [torch.from_numpy(array).to(device) for array in arrays]
-    return Rows(*tensors)._replace(inputs={name: tensor.to(device) for name, tensor in inputs.items()})
+    kept = None if config.name == "ce" else kept_entries(sequences)
+    return Rows(*tensors)._replace(
+        kept=None if kept is None else torch.from_numpy(kept).to(device),
+        inputs={name: tensor.to(device) for name, tensor in inputs.items()},
+    )
+
+
+def kept_entries(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64] | None:
+    """Return `Rows.kept` of tokens drawn by top-p, top-k or min-p; None if every row has the whole vocabulary."""
+    places = []
+    for row, sequence in enumerate(sequences):
+        counts, kept = sequence.kept_counts, sequence.kept_tokens
+        if counts is not None and kept is not None:
+            # The first token of a sequence is never trained.
+            entries = kept[int(counts[0]) :]
+            positions = np.repeat(np.arange(len(counts) - 1), counts[1:])
+            places.append(np.stack([np.full(len(entries), row), positions, entries]))
+    return np.concatenate(places, axis=1).astype(np.int64) if places else None
 
 
 def trained_tokens(sequence: TrainingSequence, config: LossConfig) -> int:
@@ -119,13 +136,20 @@ def trained_tokens(sequence: TrainingSequence, config: LossConfig) -> int:
 def token_log_probs(model: torch.nn.Module, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability and the entropy of tokens 1 onwards, float32 [rows, tokens - 1].
 
-    `model` is called as those of Hugging Face are, with `input_ids`, `attention_mask` and what is in `rows.inputs`,
-    and returns `logits`.
+    Both are of distributions limited to `rows.kept`, in which the token itself always stays. `model` is called as those
+    of Hugging Face are, with `input_ids`, `attention_mask` and what is in `rows.inputs`, and returns `logits`.
     """
     logits = model(input_ids=rows.tokens, attention_mask=rows.attention_mask, **rows.inputs).logits[:, :-1].float()
-    log_probs = torch.log_softmax(logits / rows.temperatures[:, None, None], -1)
+    scaled, targets = logits / rows.temperatures[:, None, None], rows.tokens[:, 1:, None]
+    if rows.kept is not None:
+        row, position, entry = rows.kept
+        removed = torch.zeros_like(scaled, dtype=torch.bool)
+        removed[row, position] = True
+        removed[row, position, entry] = False
+        scaled = scaled.masked_fill(removed.scatter(-1, targets, False), _NEVER)
+    log_probs = torch.log_softmax(scaled, -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return log_probs.gather(-1, rows.tokens[:, 1:, None])[..., 0], entropy
+    return log_probs.gather(-1, targets)[..., 0], entropy
 
 
 def policy_loss(
@@ -241,7 +265,7 @@ class TorchLearner(Closing):
                     *(kafka, input_run or run, self._position),
                     process=self.process,
                     processes=processes,
-                    arrays=() if pixels is None else (MEDIA,),
+                    arrays=self._needed(),
                 )
             )
             self._stack = stack.pop_all()
@@ -257,10 +281,10 @@ class TorchLearner(Closing):
             return None
         read, self._held = self._held, None
         assert read is not None
-        # Only process 0 writes, and it knows which of its own rows lack an image. So a batch of another is left out.
+        # Only process 0 writes, and it knows which of its own rows lack an array. So a batch of another is left out.
         incomplete = self._sum([float(bool(read.missing) and number == self.process) for number in self._processes])
         skipped = {
-            indexed.entry.batch_id: "a row lacks an image, and the log of its process says why"
+            indexed.entry.batch_id: "a row lacks an array, and the log of its process says why"
             for number, indexed in enumerate(read.round)
             if number and incomplete[number]
         }
@@ -320,6 +344,11 @@ class TorchLearner(Closing):
     def close(self) -> None:
         """Close the clients; save first, if steps since the last checkpoint must not be executed again."""
         self._stack.close()
+
+    def _needed(self) -> tuple[str, ...]:
+        """Names of arrays that may lie in a store."""
+        masks = () if self._loss.name == "ce" else (SAMPLING_MASK,)
+        return masks if self._pixels is None else (*masks, MEDIA)
 
     def _record(self, read: ReadBatch, metrics: Mapping[str, float], skipped: Mapping[str, str]) -> None:
         """Put the step on record before any checkpoint can name it, so that a saved step is always on the log."""

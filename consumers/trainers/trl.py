@@ -21,6 +21,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.step_log import read_steps
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
+from rollstream.topics.wire.rl_examples import SAMPLING_MASK
 
 
 def newest_checkpoint(output: str | Path) -> tuple[Path | None, int]:
@@ -114,6 +115,11 @@ class LogBatches(TrainerCallback):  # type: ignore[misc]
             raise ConfigurationError(
                 f"batch {self._read.entry.batch_id} has images, which a LogGRPOTrainer does not pass to TRL; train on "
                 "them with rollstream.consumers.trainers.torch"
+            )
+        if any(array.name == SAMPLING_MASK for array in self._read.batch.token_arrays):
+            raise ConfigurationError(
+                f"batch {self._read.entry.batch_id} was sampled with top_p, top_k or min_p, and TRL has no loss over "
+                "the tokens that these kept; sample without them, or train with rollstream.consumers.trainers.torch"
             )
         rewards, masks = self._read.batch.rewards.tolist(), [example.loss_mask for example in examples]
         for _ in range(len(prompts) - len(examples)):

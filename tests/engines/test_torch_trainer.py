@@ -18,8 +18,9 @@ from rollstream.consumers.learner.training.train_step import TrainStep
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.records import BatchIndexEntry, LearnerStep
+from rollstream.topics.records import BatchIndexEntry, BatchTokenArray, LearnerStep, NamedArray, TrainingBatch
 from rollstream.topics.wire.codec import encode
+from rollstream.topics.wire.rl_examples import SAMPLING_MASK, SAMPLING_MASK_COUNTS
 from tests.support.batches import random_batch
 from tests.support.paths import ROOT
 from tests.support.recipe import write_model
@@ -97,6 +98,23 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def masked(batch: TrainingBatch) -> TrainingBatch:
+    """The batch as if half of its rows had been sampled with top-k 3, but for every other of their tokens."""
+    draw, rows = np.random.default_rng(5), np.arange(0, len(batch), 2, dtype="<i4")
+    counts, kept = [], []
+    for row in rows:
+        begin, end = batch.splits[row : row + 2]
+        limited = batch.loss_mask[begin:end] & (np.arange(end - begin) % 2 == 0)
+        counts.append(np.where(limited, 3, 0))
+        for token in batch.tokens[begin:end][limited]:
+            others = np.setdiff1d(np.arange(98), token)
+            kept.append(draw.permutation([token, *draw.choice(others, 2, replace=False)]))
+    joined = {SAMPLING_MASK: np.concatenate(kept), SAMPLING_MASK_COUNTS: np.concatenate(counts)}
+    named = {name: NamedArray.of(array.astype("<i4")) for name, array in joined.items()}
+    arrays = tuple(BatchTokenArray(name=name, array=array, rows=rows) for name, array in named.items())
+    return replace(batch, token_arrays=arrays)
+
+
 def check_installed() -> None:
     if not PYTHON.exists():
         pytest.fail("torch is not installed: run make .venv/trl/.installed", pytrace=False)
@@ -149,7 +167,7 @@ def test_losses_gradients_and_a_step_of_torch_are_those_of_the_learner_in_jax(tm
     check_installed()
     model = write_model(tmp_path / "model", **SMALL)
     params = {name: np.float32(array) for name, array in huggingface.load(tmp_path / "model", model).items()}
-    batch = random_batch(3)
+    batch = masked(random_batch(3))
     (tmp_path / "batch").write_bytes(encode(batch))
     (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
     subprocess.run(
