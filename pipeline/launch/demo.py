@@ -76,7 +76,7 @@ class TrainingOutcome:
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream demo`."""
-    set_handler(parser, run, example="rollstream demo --seed 1 --task add", json=True)
+    set_handler(parser, run, example="rollstream demo --seed 1 --task choices", json=True)
     parser.add_argument(
         "--seed", dest="seed=", action=Setting, metavar="N", help="seed of every random draw (default: 0)"
     )

@@ -142,7 +142,7 @@ def places(config: RunConfig, *, kept: bool) -> dict[str, str]:
 def next_commands(config: RunConfig, *, kept: bool) -> tuple[str, ...]:
     """Commands to try next: queries if the data is kept, else another demo."""
     if not kept:
-        task = "add" if config.task != "add" else "dsort3"
+        task = "choices" if config.task != "choices" else "dsort3"
         return ("rollstream demo --keep", f"rollstream demo --seed {config.seed + 1}", f"rollstream demo --task {task}")
     configuration = config.run_dir / "run.toml"
     queries = tuple(
